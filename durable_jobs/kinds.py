@@ -1,7 +1,7 @@
-"""Kinds of job: what an author writes, what a step may answer, and the registry that finds a kind by its name.
+"""Kinds of job: what an author writes, what a step may answer, and the registry that finds them by name.
 
-A kind is a class with a `step`. It lives in a module named in `DURABLE_JOBS["DISCOVER"]` (default `jobs`) of an
-installed app and is registered once per process::
+A kind is a class with a `step`. It lives in a module named in `DURABLE_JOBS["DISCOVER"]` (default `jobs`) of
+an installed app and is registered once per process::
 
     from durable_jobs.kinds import Done, Kind, Yield, register
 
@@ -13,8 +13,8 @@ installed app and is registered once per process::
             ...
             return Done({"indexed": 41_200})
 
-Whatever is wrong with a kind is refused by `register` with `InvalidKind`, when the process starts, so that nothing
-of it is found out by a job.
+Whatever is wrong with a kind is refused by `register` with `InvalidKind`, when the process starts, so that
+nothing of it is found out by a job.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from django import forms
 from django.apps import AppConfig, apps
@@ -113,10 +113,10 @@ class Done:
 
 @dataclass(frozen=True)
 class Yield:
-    """Hand the job back with its checkpoint, due again `after` seconds from now (0 = at once, at most 366 days).
+    """Hand the job back with its checkpoint, due again after so many seconds (0 = at once, at most 366 days).
 
-    Counts no failure. A time that is not one raises `UnrecoverableError` with the code `bad_outcome`: a mistake
-    in the program must not repeat work.
+    Counts no failure. A time that is not one raises `UnrecoverableError` with the code `bad_outcome`: a
+    mistake in the program must not repeat work.
     """
 
     after: float = 0
@@ -142,8 +142,8 @@ class Retry:
     """How often and how late a failed slice is tried again.
 
     `failures` in a row (1 to 1,000, without a commit between them) end the job. The n-th failure waits
-    `first_delay · 2^(n-1)` seconds but never more than `longest_delay`, or always `first_delay` when `backoff` is
-    `"fixed"` (delays from 0 to 86,400 seconds).
+    `first_delay · 2^(n-1)` seconds but never more than `longest_delay`, or always `first_delay` when
+    `backoff` is `"fixed"` (delays from 0 to 86,400 seconds).
     """
 
     failures: int = 5
@@ -155,7 +155,8 @@ class Retry:
         """Seconds to wait after the `failure`-th failure in a row, counted from 1."""
         if self.backoff == "fixed":
             return float(self.first_delay)
-        # Clamped before the power is taken: a counter of thousands must not become a number of a thousand digits.
+        # Clamped before the power is taken: a counter of thousands must not become a number of a thousand
+        # digits.
         doublings = min(max(failure, 1) - 1, 64)
         return float(min(self.first_delay * 2**doublings, self.longest_delay))
 
@@ -163,13 +164,13 @@ class Retry:
 class StatusMirror:
     """Keeps the status column of the job's subject in step with the job, in the job's own transactions.
 
-    `model` is the subject's model as `"app_label.ModelName"`, `field` its status column. `open` are the values of a
-    row whose work is not finished; `redriven` is one of them, written when an operator runs the job again;
-    `completed`, `failed` and `cancelled` are written when the job ends so. A row that finished as something else by
-    another way is left alone, and then the job does not end either: the two must agree.
+    `model` is the subject's model as `"app_label.ModelName"`, `field` its status column. `open` are the
+    values of a row whose work is not finished; `redriven` is one of them, written when an operator runs the
+    job again; `completed`, `failed` and `cancelled` are written when the job ends so. A row that finished as
+    something else by another way is left alone, and then the job does not end either: the two must agree.
 
-    Written with `QuerySet.update` through the model's base manager: no `save()`, no model signals, no `auto_now`.
-    A kind with a mirror is started with a `subject` of that model.
+    Written with `QuerySet.update` through the model's base manager: no `save()`, no model signals, no
+    `auto_now`. A kind with a mirror is started with a `subject` of that model.
     """
 
     def __init__(
@@ -201,17 +202,17 @@ class StatusMirror:
         return self._write(job, self.redriven, (*self.open, self.failed, self.redriven))
 
     def check_subject(self, subject_type: str | None) -> None:
-        """Refuse with `InvalidInput` a subject (its lower-case label) that is not a row of the mirror's model."""
+        """Refuse with `InvalidInput` a subject (its label) that is not a row of the mirror's model."""
         if subject_type is None or not self._is_row_of_model(subject_type):
             raise InvalidInput(
                 "subject",
                 subject_type,
-                f"is not a row of {self.model_label}, whose {self.field} this kind keeps in step with the job",
+                f"is not a row of {self.model_label}, whose {self.field} this kind keeps in step",
                 f"Pass subject=<a saved {self.model_label}>.",
             )
 
     def problems(self) -> list[tuple[str, str]]:
-        """What is wrong with the declaration, as pairs of problem and way out. Needs the app registry's models."""
+        """What is wrong with the declaration: pairs of problem and way out. Needs the models to be loaded."""
         return list(self._problems())
 
     def __repr__(self) -> str:
@@ -282,13 +283,13 @@ class StatusMirror:
             objection = _objection(field, value)
             if objection:
                 yield (
-                    f"has {name}={_shown(value)}, which {self.model_label}.{self.field} cannot hold: {objection}",
+                    f"has {name}={_shown(value)}, which the column {self.field} cannot hold: {objection}",
                     "Use one of the column's own values.",
                 )
         if self.redriven not in self.open:
             yield (
-                f"has redriven={_shown(self.redriven)}, which is not among open={_shown(self.open)}: a job that ran "
-                "again could never end, because its row would not count as unfinished",
+                f"has redriven={_shown(self.redriven)}, which is not among open={_shown(self.open)}: a job "
+                "that ran again could never end, because its row would not count as unfinished",
                 "Add it to open.",
             )
 
@@ -311,7 +312,7 @@ class Kind:
     """Without a commit for so long the slice counts as hung and its lease is renewed no more."""
     retry: Retry = Retry()
     max_orphanings: int = 3
-    """Redrives after a worker's death without a commit between; the next such death parks the job as poison."""
+    """Redrives after a worker's death without a commit between; the next such death parks the job."""
     max_lost_deliveries: int = 10
     pending_ttl_seconds: float = 900
     """These two only where a transport can lose messages."""
@@ -337,19 +338,20 @@ class Kind:
         return config.DEFAULT_QUEUE
 
     def step(self, ctx: SliceContext) -> Any:
-        """Do a slice of the work and answer `Done`, `Yield` or `Cancelled`. May be `async`; may raise `RetryAfter`."""
+        """Do a slice; answer `Done`, `Yield` or `Cancelled`. May be `async`, may raise `RetryAfter`."""
         raise NotImplementedError
 
     def on_transition(self, job: Job) -> HookAnswer:
         """Bring the project's own row into agreement with a job that ended, in the same transaction.
 
-        Called when the job completed, failed or was cancelled, perhaps more than once. Answers how many rows agree
-        now (a row that was there already counts), or `ROW_GONE`. With fewer than one, everything is rolled back.
+        Called when the job completed, failed or was cancelled, perhaps more than once. Answers how many rows
+        agree now (a row that was there already counts), or `ROW_GONE`. With fewer than one, everything is
+        rolled back.
         """
         return self.mirror.on_transition(job) if self.mirror else 1
 
     def on_redrive(self, job: Job) -> HookAnswer:
-        """The way back: open the project's own row again, in the redrive's transaction. Required with `on_transition`."""
+        """Open the project's row again, in the redrive's transaction. Required with `on_transition`."""
         return self.mirror.on_redrive(job) if self.mirror else 1
 
     def on_cancel(self, job: Job) -> None:
@@ -362,7 +364,7 @@ class Kind:
         """Called after the commit of a redrive: at most once, best effort; its errors are logged only."""
 
     def classify(self, error: BaseException) -> ErrorClass | None:
-        """The class of an error that the step raised; None asks the error's own marker, then says transient."""
+        """The class of an error that the step raised; None leaves it to the error's own marker."""
         return None
 
     @property
@@ -383,7 +385,7 @@ class Kind:
 
 
 def classify(kind: Kind, error: BaseException) -> ErrorClass:
-    """The class of an error by the kind's own word, else by the error's marker, else transient. Never raises."""
+    """The class of an error: by the kind's own word, else by the error's marker, else transient."""
     try:
         own = kind.classify(error)
         if own is not None:
@@ -402,11 +404,13 @@ _KindClass = TypeVar("_KindClass", bound=type[Kind])
 def register(kind_class: _KindClass) -> _KindClass:
     """Make a kind known to this process; usable as a decorator.
 
-    Registering the very same class again does nothing. Anything wrong with it, and another kind of the same name or
-    alias, raises `InvalidKind`.
+    Registering the very same class again does nothing. Anything wrong with it, and another kind of the same
+    name or alias, raises `InvalidKind`.
     """
     if not inspect.isclass(kind_class) or not issubclass(kind_class, Kind):
-        raise InvalidKind(_shown(kind_class), "it is not a class derived from Kind", "Register the class itself.")
+        raise InvalidKind(
+            _shown(kind_class), "it is not a class derived from Kind", "Register the class itself."
+        )
     if any(type(kind) is kind_class for kind in _kinds.values()):
         return kind_class
     kind = _made(kind_class)
@@ -467,15 +471,15 @@ def names() -> list[str]:
 
 
 def problems() -> list[InvalidKind]:
-    """What could not be checked at registration because the app registry was not ready: for a system check."""
+    """What registration could not check because the app registry was not ready; for a system check."""
     return [_invalid(kind, refusal) for kind in all_kinds() for refusal in _refusals_of_mirror(kind)]
 
 
 def discover() -> None:
     """Import the modules named in `DISCOVER` from every installed app.
 
-    An app without such a module is passed over, and so is a module without kinds. A module that cannot be imported
-    stops the process with its own error.
+    An app without such a module is passed over, and so is a module without kinds. A module that cannot be
+    imported stops the process with its own error.
     """
     for app in apps.get_app_configs():
         for dotted in config.DISCOVER:
@@ -483,7 +487,8 @@ def discover() -> None:
 
 
 def _import_if_present(app: AppConfig, dotted: str) -> None:
-    # Asked part by part before the import: an ImportError from inside the module must not look like its absence.
+    # Asked part by part before the import: an ImportError from inside the module must not look like its
+    # absence.
     module = app.module
     for part in dotted.split("."):
         if module is None or not module_has_submodule(module, part):
@@ -531,7 +536,9 @@ def _refusals_of_names(kind: Kind) -> Iterator[Refusal]:
     if objection:
         yield Refusal("name", kind.name, objection, 'Write a name such as name = "imports.csv".')
     if not _is_sequence(kind.aliases):
-        yield Refusal("aliases", kind.aliases, "is not a tuple", 'Write aliases = ("old.name",), with the comma.')
+        yield Refusal(
+            "aliases", kind.aliases, "is not a tuple", 'Write aliases = ("old.name",), with the comma.'
+        )
         return
     for alias in kind.aliases:
         objection = _objection_to_name(alias)
@@ -574,7 +581,9 @@ def _refusals_of_hooks(kind: Kind) -> Iterator[Refusal]:
             "Define on_redrive, which opens the row again, or declare a mirror = StatusMirror(…).",
         )
     if kind.mirror is not None and not isinstance(kind.mirror, StatusMirror):
-        yield Refusal("mirror", kind.mirror, "is not a StatusMirror", 'Write mirror = StatusMirror("app.Model", …).')
+        yield Refusal(
+            "mirror", kind.mirror, "is not a StatusMirror", 'Write mirror = StatusMirror("app.Model", …).'
+        )
     for hook, values in HOOKS.items():
         yield from _refusals_of_call(kind, hook, values)
 
@@ -602,14 +611,16 @@ def _refusals_of_step(kind: Kind) -> Iterator[Refusal]:
 
 
 def _refusals_of_call(kind: Kind, hook: str, values: int, *, generator: bool = False) -> Iterator[Refusal]:
-    """A hook that is called with so many values must be a plain method; `generator` says that it may yield."""
+    """A hook, called with so many values, must be a plain method; `generator` says that it may yield."""
     if not _overrides(kind, hook):
         return
     method = getattr(kind, hook)
     if not callable(method):
         yield Refusal(hook, method, "cannot be called", f"Define {hook} as a method.")
     elif inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
-        yield Refusal(hook, method, "is async, but it runs inside a transaction", "Define it with a plain def.")
+        yield Refusal(
+            hook, method, "is async, but it runs inside a transaction", "Define it with a plain def."
+        )
     elif inspect.isgeneratorfunction(method) and not generator:
         yield Refusal(hook, method, "is a generator: calling it would run nothing", "Use return, not yield.")
     else:
@@ -649,7 +660,7 @@ def _refusals_of_limits(kind: Kind) -> Iterator[Refusal]:
         yield Refusal(
             "max_slice_seconds",
             kind.max_slice_seconds,
-            f"is less than twice slice_seconds = {kind.slice_seconds}: a slice would count as hung before it is over",
+            f"is less than twice slice_seconds = {kind.slice_seconds}: a sound slice would count as hung",
             f"Raise it to {2 * kind.slice_seconds} or more, or lower slice_seconds.",
         )
     if kind.max_running is not None:
@@ -683,7 +694,9 @@ def _refusals_of_retry(kind: Kind) -> Iterator[Refusal]:
 def _refusals_of_texts(kind: Kind) -> Iterator[Refusal]:
     for attribute in ("description", "operator_note"):
         if not isinstance(getattr(kind, attribute), str | Promise):
-            yield Refusal(attribute, getattr(kind, attribute), "is not a text", "Write a text, or leave it out.")
+            yield Refusal(
+                attribute, getattr(kind, attribute), "is not a text", "Write a text, or leave it out."
+            )
     if not isinstance(kind.runbook_url, str) or not re.fullmatch(r"((https?:/)?/\S+)?", kind.runbook_url):
         yield Refusal(
             "runbook_url",
@@ -697,28 +710,42 @@ def _refusals_of_texts(kind: Kind) -> Iterator[Refusal]:
     for attribute in ("masked_keys", "required_permissions"):
         value = getattr(kind, attribute)
         if not _is_sequence(value) or not all(isinstance(entry, str) and entry for entry in value):
-            yield Refusal(attribute, value, "is not a tuple of texts", f'Write {attribute} = ("…",), with the comma.')
+            yield Refusal(
+                attribute, value, "is not a tuple of texts", f'Write {attribute} = ("…",), with the comma.'
+            )
         elif attribute == "required_permissions":
             for permission in value:
                 if not PERMISSION_NAME.fullmatch(permission):
                     yield Refusal(attribute, permission, "is not a permission", 'Write "app_label.codename".')
     form = kind.input_form
     if form is not None and not (inspect.isclass(form) and issubclass(form, forms.BaseForm)):
-        yield Refusal("input_form", form, "is not a form class", "Write input_form = MyForm, or leave it out.")
+        yield Refusal(
+            "input_form", form, "is not a form class", "Write input_form = MyForm, or leave it out."
+        )
 
 
 def _refusals_of_misspellings(kind: Kind) -> Iterator[Refusal]:
     """Names that are almost a hook's or a limit's: they would silently do nothing.
 
-    Only names of two words or more are compared, closely, and only where the kind does not also have the right one.
+    Only names of two words or more are compared, closely, and only where the kind does not also have the
+    right one.
     """
-    own_classes = [cls for cls in type(kind).__mro__ if cls.__module__ not in (__name__, "durable_jobs.batch")]
+    own_classes = [
+        cls for cls in type(kind).__mro__ if cls.__module__ not in (__name__, "durable_jobs.batch")
+    ]
     own = {name for cls in own_classes if cls is not object for name in vars(cls) if not name.startswith("_")}
     known = [name for cls in type(kind).__mro__ if cls not in own_classes for name in vars(cls)]
-    compared = [name for name in known if "_" in name.strip("_") and not name.startswith("_") and name not in own]
+    compared = [
+        name for name in known if "_" in name.strip("_") and not name.startswith("_") and name not in own
+    ]
     for name in sorted(own.difference(known)):
         for meant in difflib.get_close_matches(name, compared, n=1, cutoff=0.9):
-            yield Refusal(name, getattr(type(kind), name), f"looks like {meant} misspelt", f"Write {meant}, or rename it.")
+            yield Refusal(
+                name,
+                getattr(type(kind), name),
+                f"looks like {meant} misspelt",
+                f"Write {meant}, or rename it.",
+            )
 
 
 def _refusals_of_mirror(kind: Kind) -> Iterator[Refusal]:
@@ -740,7 +767,9 @@ def _refusal_of_integer(
 ) -> Iterator[Refusal]:
     value = getattr(owner, name)
     if not _is_integer(value) or not least <= value <= most:
-        yield Refusal(attribute or name, value, "is out of range", f"Use a whole number from {least} to {most}.")
+        yield Refusal(
+            attribute or name, value, "is out of range", f"Use a whole number from {least} to {most}."
+        )
 
 
 def _invalid(kind: Kind, refusal: Refusal) -> InvalidKind:
@@ -753,7 +782,7 @@ def _invalid(kind: Kind, refusal: Refusal) -> InvalidKind:
 
 
 def _objection(field: models.Field[Any, Any], value: Any) -> str:
-    """Why a column cannot hold a value, or an empty text. Choices count even for a field that is not editable."""
+    """Why a column cannot hold a value, or an empty text. Choices count for fields not editable, too."""
     choices = [choice for choice, _ in field.flatchoices]
     if choices and value not in choices:
         return f"its choices are {_shown(choices)}"
@@ -797,7 +826,7 @@ def _is_sequence(value: object) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because batch derives from Kind: `from durable_jobs.kinds import BatchKind` works whoever is first.
+    # Late, because batch derives from Kind: so it works whichever of the two is imported first.
     if name == "BatchKind":
         from durable_jobs.batch import BatchKind
 
