@@ -1,0 +1,222 @@
+"""The settings of the package: `settings.DURABLE_JOBS`, a dictionary, with a typed default for each name.
+
+`config.GRACE` reads through at every access, so `override_settings` works. A wrong value is handed on as it is:
+`problems()` names it, and the system checks refuse to start with it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Generic, Literal, TypeVar, overload
+
+from django.conf import settings
+
+from .exceptions import shown
+
+NAME: Final = "DURABLE_JOBS"
+
+T = TypeVar("T")
+Rule = Callable[[Any], "str | None"]
+"""Says what is allowed when a value is not, else None."""
+
+
+class Setting(Generic[T]):
+    """One name in `DURABLE_JOBS`: its default, the rule for its values, and what it means."""
+
+    name: str
+
+    def __init__(self, default: T, rule: Rule, meaning: str) -> None:
+        self.default, self.rule, self.meaning = default, rule, meaning
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Setting[T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object | None, owner: type) -> Setting[T] | T:
+        if instance is None:
+            return self
+        value: T = given().get(self.name, self.default)
+        return value
+
+
+def given() -> Mapping[str, Any]:
+    """Give what the project has set; empty where it is no dictionary."""
+    value = getattr(settings, NAME, {})
+    return value if isinstance(value, Mapping) else {}
+
+
+def number(least: float, most: float) -> Rule:
+    """Allow numbers from `least` to `most`; a boolean is no number."""
+
+    def rule(value: Any) -> str | None:
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return None if fits and least <= value <= most else f"a number from {least:,g} to {most:,g}"
+
+    return rule
+
+
+def whole(least: int, most: int) -> Rule:
+    """Allow whole numbers from `least` to `most`."""
+
+    def rule(value: Any) -> str | None:
+        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        return None if fits else f"a whole number from {least:,} to {most:,}"
+
+    return rule
+
+
+def text(longest: int, *, blank: bool = False) -> Rule:
+    """Allow texts of at most `longest` characters."""
+
+    def rule(value: Any) -> str | None:
+        if (
+            isinstance(value, str)
+            and len(value) <= longest
+            and "\x00" not in value
+            and (blank or value.strip())
+        ):
+            return None
+        return f"a {'' if blank else 'nonblank '}text of at most {longest} characters"
+
+    return rule
+
+
+def one_of(*choices: str) -> Rule:
+    """Allow these texts."""
+
+    def rule(value: Any) -> str | None:
+        fits = isinstance(value, str) and value in choices
+        return None if fits else "one of " + ", ".join(repr(choice) for choice in choices)
+
+    return rule
+
+
+def true_or_false(value: Any) -> str | None:
+    """Allow True and False."""
+    return None if isinstance(value, bool) else "True or False"
+
+
+def dsn_or_none(value: Any) -> str | None:
+    """Allow None and a nonblank text."""
+    return (
+        None if value is None or (isinstance(value, str) and value.strip()) else "None or a connection string"
+    )
+
+
+def module_names(value: Any) -> str | None:
+    """Allow a list or tuple of dotted module names."""
+    if isinstance(value, list | tuple) and all(
+        isinstance(name, str) and name and all(part.isidentifier() for part in name.split("."))
+        for name in value
+    ):
+        return None
+    return 'a list of module names, such as ["jobs"]'
+
+
+def queue_name(value: Any) -> str | None:
+    """Allow a nonblank text of at most 100 characters other than the reserved `manual`."""
+    return text(100)(value) or ("any queue but 'manual', which is reserved" if value == "manual" else None)
+
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+LARGEST_TEXT: Final = 256 * MIB
+
+
+class Config:
+    """The settings, each read from `settings.DURABLE_JOBS` at every access."""
+
+    TRANSPORT = Setting(
+        "database", one_of("database", "celery", "memory"), "What tells workers that a job is due."
+    )
+    DEFAULT_TENANT = Setting("default", text(64), "The tenant of calls that name no scope.")
+    GRACE = Setting(
+        20.0, number(0.2, 3_600), "Seconds that an expired lease must be seen expired before repair."
+    )
+    TICK = Setting(
+        15.0, number(0, 3_600), "Seconds between two passes of the reconciler in a worker; 0: never."
+    )
+    POLL = Setting(1.0, number(0.01, 60), "Seconds between two looks for due jobs.")
+    SQLITE_POLL = Setting(
+        0.005, number(0.001, 60), "Seconds between two looks at whether a SQLite file has changed."
+    )
+    DRAIN_TIMEOUT = Setting(25.0, number(0, 86_400), "Seconds that a stopping worker waits for its slices.")
+    UNKNOWN_KIND_GRACE = Setting(
+        86_400.0, number(0, 31 * 86_400), "Seconds that a job of a kind unknown here is left alone."
+    )
+    STALLED_AFTER = Setting(
+        900.0, number(1, 31 * 86_400), "Seconds without a commit until a job counts as stalled."
+    )
+    NOTIFY_DEBOUNCE = Setting(0.05, number(0, 10), "Seconds in which one NOTIFY stands for all.")
+    LISTEN = Setting(True, true_or_false, "Whether workers on PostgreSQL listen for new jobs.")
+    LISTEN_DSN: Setting[str | None] = Setting(
+        None, dsn_or_none, "A direct connection to listen on, past a connection pooler."
+    )
+    MAX_INPUT_BYTES = Setting(MIB, whole(2, LARGEST_TEXT), "Largest input, in bytes of JSON.")
+    MAX_RESULT_BYTES = Setting(MIB, whole(2, LARGEST_TEXT), "Largest result, in bytes of JSON.")
+    MAX_CHECKPOINT_BYTES = Setting(256 * KIB, whole(2, LARGEST_TEXT), "Largest checkpoint, in bytes of JSON.")
+    MAX_META_BYTES = Setting(16 * KIB, whole(2, LARGEST_TEXT), "Largest set of labels, in bytes of JSON.")
+    RELEASE = Setting(
+        "", text(100, blank=True), "Name of the running release, shown with workers and events."
+    )
+    DISCOVER: Setting[list[str] | tuple[str, ...]] = Setting(
+        ("jobs",), module_names, "Modules with kinds, looked for in every installed app."
+    )
+    DEFAULT_QUEUE = Setting("default", queue_name, "The queue of kinds that name none.")
+
+    @classmethod
+    def all(cls) -> dict[str, Setting[Any]]:
+        """Give every setting by its name."""
+        return {name: value for name, value in vars(cls).items() if isinstance(value, Setting)}
+
+
+config = Config()
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with `DURABLE_JOBS`."""
+
+    sort: Literal["shape", "unknown", "value", "contradiction", "doubtful"]
+    settings: tuple[str, ...]
+    message: str
+    way_out: str
+
+
+def problems() -> list[Problem]:
+    """Say everything that is wrong with `DURABLE_JOBS`: names, values, then how they fit together."""
+    value = getattr(settings, NAME, {})
+    if not isinstance(value, Mapping):
+        message = f"{NAME} is {shown(value)}, which is no dictionary."
+        return [Problem("shape", (NAME,), message, f'Write {NAME} = {{"TICK": 15}}, or leave it out.')]
+    known = Config.all()
+    found = [_unknown(name, known) for name in value if name not in known]
+    found += [
+        _wrong(known[name], value[name]) for name in value if name in known and known[name].rule(value[name])
+    ]
+    wrong = {name for problem in found for name in problem.settings}
+    return found + [problem for problem in _relations() if not wrong.intersection(problem.settings)]
+
+
+def _unknown(name: object, known: Mapping[str, Any]) -> Problem:
+    near = difflib.get_close_matches(str(name).upper(), known, n=1)
+    way_out = f"Did you mean {near[0]!r}?" if near else f"Known names: {', '.join(known)}."
+    return Problem("unknown", (str(name),), f"{NAME} has no setting {shown(name)}.", way_out)
+
+
+def _wrong(setting: Setting[Any], value: Any) -> Problem:
+    message = f"{NAME}[{setting.name!r}] is {shown(value)}; allowed is {setting.rule(value)}."
+    return Problem(
+        "value", (setting.name,), message, f"{setting.meaning} The default is {setting.default!r}."
+    )
+
+
+def _relations() -> list[Problem]:
+    """Compare settings with each other. Both values fit their own range here, or the answer is dropped."""
+    return []

@@ -1,0 +1,525 @@
+"""Every error of the package, what class an error has, and how it is written down.
+
+A *refusal* (`Refusal`) means that nothing was changed. It carries a stable `code` for programs and a
+sentence for people that names what was wrong, the value and the way out. The constructors take facts
+and write the sentence; the facts stay readable as attributes.
+
+Every error can be pickled.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+import traceback as tracebacks
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+from uuid import UUID
+
+MARKER = "durable_jobs_class"
+"""Name of the attribute that gives an exception its class (see `classify`)."""
+
+LONGEST_DELAY = 366 * 86_400.0
+"""Longest delay in seconds that a step may ask for: longer ones are typing errors that hide a job."""
+
+CODE_LENGTH = 100
+TYPE_LENGTH = 200
+MESSAGE_LENGTH = 10_000
+TRACEBACK_LENGTH = 50_000
+
+UNKNOWN_ERROR = "Unknown error"
+
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+
+
+class ErrorClass(StrEnum):
+    """What the failure of a slice means for its job."""
+
+    TRANSIENT = "transient"
+    """Try again after a delay, until the kind's `retry` is used up."""
+
+    TERMINAL = "terminal"
+    """Fail now; an operator may redrive."""
+
+    UNRECOVERABLE = "unrecoverable"
+    """Fail now; a redrive needs force."""
+
+
+class DurableJobsError(Exception):
+    """Base of every error of this package."""
+
+    code: str | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+class Refusal(DurableJobsError):
+    """The call was refused, nothing was changed, and `code` says why."""
+
+    code: str
+
+
+# Raised by a step
+
+
+class _StepError(DurableJobsError):
+    """An error whose class the author of a step has chosen."""
+
+    durable_jobs_class: ClassVar[ErrorClass]
+
+    def __init__(self, message: str = "", *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class TransientError(_StepError):
+    """Raise it in a step: try again later. `code` is stored with the job."""
+
+    durable_jobs_class = ErrorClass.TRANSIENT
+
+
+class TerminalError(_StepError):
+    """Raise it in a step: the job fails now, and an operator may redrive it."""
+
+    durable_jobs_class = ErrorClass.TERMINAL
+
+
+class UnrecoverableError(_StepError):
+    """Raise it in a step: the job fails now, and a redrive needs force."""
+
+    durable_jobs_class = ErrorClass.UNRECOVERABLE
+
+
+class RetryAfter(DurableJobsError):
+    """Raise it in a step: come back in so many seconds; no failure is counted.
+
+    `seconds` is a number from 0 to `LONGEST_DELAY`; anything else raises `InvalidInput`.
+    """
+
+    seconds: float
+
+    def __init__(self, seconds: float) -> None:
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not _is_delay(seconds):
+            raise InvalidInput(
+                "RetryAfter.seconds",
+                seconds,
+                "is not a delay that a job can wait",
+                f"Give a number of seconds from 0 to {LONGEST_DELAY:,.0f}.",
+            )
+        self.seconds = float(seconds)
+        super().__init__(f"Come back in {self.seconds:g} s.")
+
+
+class Park(DurableJobsError):
+    """Raise it in a step: the job fails and waits for a human, with this code as the reason."""
+
+    code: str
+
+    def __init__(self, code: str, message: str = "") -> None:
+        self.code = code
+        self.message = message
+        super().__init__(message or f"The job was parked: {code}.")
+
+
+class LeaseLost(BaseException):
+    """The lease of the running slice belongs to somebody else: stop, change nothing more.
+
+    Control flow of a slice, no failure. Derived from BaseException so that `except Exception` in a step
+    cannot swallow it.
+    """
+
+    code = "lease_lost"
+
+    def __init__(self, job_id: UUID, owner: str, epoch: int) -> None:
+        self.job_id, self.owner, self.epoch = job_id, owner, epoch
+        super().__init__(f"The lease of {owner} on job {job_id} is lost.")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+# Refusals of input and identity
+
+
+class InvalidInput(Refusal, ValueError):
+    """A value that was passed in cannot be accepted.
+
+    `field` is the path of the value (`input.rows[3].name`), `problem` continues the sentence "<field> …",
+    `way_out` is a sentence.
+    """
+
+    code = "E_JOB_INPUT_INVALID"
+
+    def __init__(self, field: str, value: object, problem: str, way_out: str) -> None:
+        self.field, self.value, self.problem, self.way_out = field, value, problem, way_out
+        super().__init__(f"{field} {problem} (given: {shown(value)}). {way_out}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The refused value may be anything, also something that cannot be pickled.
+        return _rebuild, (type(self), self.args, {**self.__dict__, "value": shown(self.value)})
+
+
+class ScopeMismatch(Refusal):
+    """Scope, operation or key of the caller differ from the job's.
+
+    The job's own value is not told: it may belong to somebody else.
+    """
+
+    code = "E_JOB_SCOPE_MISMATCH"
+
+    def __init__(self, field: str, given: object, job_id: UUID | str | None = None) -> None:
+        self.field, self.given, self.job_id = field, given, job_id
+        job = f"job {job_id}" if job_id else "the job"
+        super().__init__(
+            f"{field} {shown(given)} is not that of {job}. Pass the {field} that it was made with."
+        )
+
+
+class IdempotencyConflict(Refusal):
+    """The idempotency key was used before, with another input."""
+
+    code = "E_JOB_IDEMPOTENCY_CONFLICT"
+
+    def __init__(self, key: str, job_id: UUID | None = None) -> None:
+        self.key, self.job_id = key, job_id
+        super().__init__(
+            f"idempotency_key {shown(key)} belongs to job {job_id}, which was started with another input. "
+            "Pass the same input again, or another key."
+        )
+
+
+class LeaseLostError(Refusal):
+    """The caller's lease is not, or no longer, the one that the job has."""
+
+    code = "E_JOB_LEASE_LOST"
+    durable_jobs_class = ErrorClass.TRANSIENT
+
+    def __init__(self, job_id: UUID | str, owner: str | None = None, epoch: int | None = None) -> None:
+        self.job_id, self.owner, self.epoch = job_id, owner, epoch
+        super().__init__(
+            f"The lease of {owner or 'the caller'} on job {job_id} is lost, and nothing was written. "
+            "Stop this work: whoever holds the job now continues it from its last checkpoint."
+        )
+
+
+class NotReclaimable(Refusal):
+    """The job is not in a state in which it can be claimed or taken over."""
+
+    code = "E_JOB_NOT_RECLAIMABLE"
+
+    def __init__(self, job_id: UUID | str, reason: str = "it is unknown here or not free") -> None:
+        self.job_id, self.reason = job_id, reason
+        super().__init__(
+            f"Job {job_id} cannot be claimed: {reason}. Read its state again before trying once more."
+        )
+
+
+class TransactionOwned(Refusal):
+    """The call opens a transaction of its own, and one is open already."""
+
+    code = "E_JOB_TRANSACTION_OWNED"
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(
+            f"{what} commits a transaction of its own, but one is open on this connection already. "
+            "Call it outside atomic() (and outside ATOMIC_REQUESTS)."
+        )
+
+
+class DeadlineExceeded(Refusal):
+    """The caller's deadline passed first; everything was rolled back."""
+
+    code = "E_JOB_DEADLINE_EXCEEDED"
+
+    def __init__(self, what: str = "The operation") -> None:
+        self.what = what
+        super().__init__(
+            f"{what} did not finish before its deadline and was rolled back. Start again with a later deadline."
+        )
+
+
+class LockPolicyConflict(Refusal):
+    """Somebody changed the connection's lock wait inside a transaction that had bounded it."""
+
+    code = "E_JOB_LOCK_POLICY_CONFLICT"
+
+    def __init__(self, ours: object = None, found: object = None) -> None:
+        self.ours, self.found = ours, found
+        super().__init__(
+            f"The lock wait of the connection was set to {shown(ours)} for this operation and is now "
+            f"{shown(found)}; everything was rolled back. Do not change it inside the operation."
+        )
+
+
+# Refusals of operators' and authors' calls
+
+
+class LockKeyHeld(Refusal):
+    """Another live job of the scope holds the lock key."""
+
+    code = "lock_key_held"
+    durable_jobs_class = ErrorClass.TERMINAL
+
+    def __init__(self, lock_key: str, held_by: UUID | None = None) -> None:
+        self.lock_key, self.held_by = lock_key, held_by
+        holder = f"job {held_by}" if held_by else "another live job"
+        super().__init__(
+            f"lock_key {shown(lock_key)} is held by {holder}. Wait until that job has ended, or cancel it."
+        )
+
+
+class UnknownKind(Refusal):
+    """No kind of this name is registered in this process."""
+
+    code = "unknown_kind"
+
+    def __init__(self, name: object, known: Collection[str] = ()) -> None:
+        self.name, self.known = name, tuple(sorted(known))
+        known_here = f"Known here: {', '.join(self.known)}." if self.known else "No kind is known here."
+        super().__init__(
+            f"kind {shown(name)} is not registered in this process. {known_here} "
+            "Kinds are found in the modules that DURABLE_JOBS['DISCOVER'] names in every installed app."
+        )
+
+
+class NotRedrivable(Refusal):
+    """The job is not in a state from which it can be run again."""
+
+    code = "not_redrivable"
+
+    def __init__(self, job_id: UUID, status: str, reason: str = "") -> None:
+        self.job_id, self.status, self.reason = job_id, status, reason
+        super().__init__(
+            f"Job {job_id} is {status}{f' ({reason})' if reason else ''} and cannot be redriven. "
+            "A job can be redriven when it has failed, waits for its retry, or runs past its lease; "
+            "otherwise start a new one."
+        )
+
+
+class ForceRequired(Refusal):
+    """The job failed as unrecoverable: redriving it needs force."""
+
+    code = "unrecoverable_requires_force"
+
+    def __init__(self, job_id: UUID) -> None:
+        self.job_id = job_id
+        super().__init__(
+            f"Job {job_id} failed as unrecoverable: running it again is expected to fail again. "
+            "Repair the cause, then redrive with force."
+        )
+
+
+class RestartNotAllowed(Refusal):
+    """The kind does not allow its jobs to begin again from the start."""
+
+    code = "restart_not_allowed"
+
+    def __init__(self, job_id: UUID, kind: str) -> None:
+        self.job_id, self.kind = job_id, kind
+        super().__init__(
+            f"Job {job_id} cannot begin again from the start: kind {kind} does not set allow_restart. "
+            "Redrive it from its checkpoint."
+        )
+
+
+class NotCancellable(Refusal):
+    """The job has ended already."""
+
+    code = "not_cancellable"
+
+    def __init__(self, job_id: UUID, status: str) -> None:
+        self.job_id, self.status = job_id, status
+        super().__init__(f"Job {job_id} is {status} already: there is nothing left to cancel.")
+
+
+class Busy(Refusal):
+    """The job's row is locked just now."""
+
+    code = "busy"
+
+    def __init__(self, job_id: UUID | None = None) -> None:
+        self.job_id = job_id
+        super().__init__(f"{f'Job {job_id}' if job_id else 'The job'} is committing just now. Try again.")
+
+
+class NotFound(Refusal):
+    """No such job in the scope; a job of another scope gives the same answer."""
+
+    code = "not_found"
+
+    def __init__(self, job_id: object) -> None:
+        self.job_id = job_id
+        super().__init__(f"There is no job {shown(job_id)} in this scope. Check the id and the scope.")
+
+
+class InvalidKind(Refusal):
+    """The definition of a kind is wrong; raised when it is registered."""
+
+    code = "invalid_kind"
+
+    def __init__(self, kind: str, problem: str, way_out: str) -> None:
+        self.kind, self.problem, self.way_out = kind, problem, way_out
+        super().__init__(f"kind {kind}: {problem}. {way_out}")
+
+
+# Failures of the mechanism
+
+
+class DomainMirrorMismatch(DurableJobsError):
+    """A hook did not bring the project's own row in line; the transition was rolled back."""
+
+    code = "domain_mirror_mismatch"
+
+    def __init__(self, job: object, rows: object = 0, hook: str = "on_transition") -> None:
+        self.job_id = getattr(job, "id", job)
+        self.kind, self.rows, self.hook = getattr(job, "kind", None), rows, hook
+        super().__init__(
+            f"{hook} of kind {self.kind} answered {shown(rows)} for job {self.job_id}, so the project's row does "
+            "not agree with the job. Return how many rows agree now (at least 1), or ROW_GONE when the row "
+            "was deleted."
+        )
+
+
+class NoFurtherAttempts(DurableJobsError):
+    """Tells a transport that the job has ended and the delivery must not be repeated.
+
+    Transports recognise it by its name, as `classify` does by the marker.
+    """
+
+    code = "no_further_attempts"
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"No further attempts: {reason}.")
+
+
+# Reading errors
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFacts:
+    """An error as it is stored: cleaned and cut, so that writing it down cannot fail."""
+
+    error_class: ErrorClass
+    code: str | None
+    type: str
+    message: str
+    traceback: str
+
+
+def classify(error: object) -> ErrorClass:
+    """Give the class of an error, read from its `durable_jobs_class` attribute.
+
+    The attribute decides, never the type, so that an error that was pickled, or comes from a second copy
+    of this package, keeps its class. No attribute or an unknown value means transient.
+    """
+    try:
+        value = getattr(error, MARKER, None)
+        # A member of another enum hashes by its name; its text is what is compared.
+        return ErrorClass(str.__str__(value)) if isinstance(value, str) else ErrorClass.TRANSIENT
+    except Exception:
+        return ErrorClass.TRANSIENT
+
+
+def describe(error: object) -> ErrorFacts:
+    """Write an error down; never raises, whatever the error does.
+
+    `code` is the error's own code when that is a nonblank string, else None. `message` is its text; without
+    one, the name of its class; for what is no exception and no text, "Unknown error". Limits in characters:
+    code 100, type 200, message 10,000 and traceback 50,000, these two keeping head and tail.
+    """
+    return ErrorFacts(
+        error_class=classify(error),
+        code=_code(error),
+        type=_type_name(error),
+        message=cut(clean(_message(error)), MESSAGE_LENGTH),
+        traceback=cut(clean(_traceback(error)), TRACEBACK_LENGTH),
+    )
+
+
+def clean(text: str) -> str:
+    """Replace what a database cannot store in a text, NUL and lone surrogates, by U+FFFD."""
+    return _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def cut(text: str, limit: int) -> str:
+    """Shorten a text to `limit` characters, keeping its head and its tail."""
+    if len(text) <= limit:
+        return text
+    mark = f"\n… {len(text) - limit:,} characters or more left out …\n"
+    room = max(limit - len(mark), 0)
+    head = (room + 1) // 2
+    return (text[:head] + mark + text[len(text) - (room - head) :])[:limit]
+
+
+def shown(value: object, limit: int = 200) -> str:
+    """Show a value in a message: its `repr`, cut to `limit` characters; never raises."""
+    try:
+        text = clean(_SHORT.repr(value))
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 160
+        self.maxlevel = 3
+
+
+_SHORT = _Short()
+
+
+def _code(error: object) -> str | None:
+    if isinstance(error, SystemExit):  # its code is an exit status or a message
+        return None
+    try:
+        code = getattr(error, "code", None)
+        if isinstance(code, str) and code.strip():
+            return clean(str.__str__(code))[:CODE_LENGTH]
+    except Exception:
+        pass
+    return None
+
+
+def _type_name(error: object) -> str:
+    cls = type(error)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    return clean(name.removeprefix("builtins."))[-TYPE_LENGTH:]
+
+
+def _message(error: object) -> str:
+    if isinstance(error, str):
+        return str.__str__(error)
+    if not isinstance(error, BaseException):
+        return UNKNOWN_ERROR
+    try:
+        return str.__str__(str(error)) or type(error).__name__
+    # The text of an error is foreign code: it may even raise SystemExit.
+    except BaseException:
+        return UNKNOWN_ERROR
+
+
+def _traceback(error: object) -> str:
+    if not isinstance(error, BaseException):
+        return ""
+    try:
+        return "".join(tracebacks.format_exception(error))
+    except BaseException:
+        return ""
+
+
+def _is_delay(seconds: float) -> bool:
+    return math.isfinite(seconds) and 0 <= seconds <= LONGEST_DELAY
+
+
+def _rebuild(cls: type[BaseException], args: tuple[Any, ...], facts: dict[str, Any]) -> BaseException:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(facts)
+    return error
