@@ -39,7 +39,16 @@ from django.utils.module_loading import module_has_submodule
 
 from durable_jobs import database, exceptions
 from durable_jobs.conf import config
-from durable_jobs.exceptions import ErrorClass, InvalidInput, InvalidKind, RetryAfter, UnknownKind
+from durable_jobs.exceptions import (
+    LONGEST_DELAY,
+    ErrorClass,
+    InvalidInput,
+    InvalidKind,
+    RetryAfter,
+    UnknownKind,
+    UnrecoverableError,
+    shown,
+)
 
 if TYPE_CHECKING:
     from durable_jobs.batch import BatchKind
@@ -81,7 +90,6 @@ PERMISSION_NAME: Final = re.compile(r"[A-Za-z_]\w*\.\w+")
 ORPHAN_POLICIES: Final = ("park", "redrive")
 BACKOFFS: Final = ("exponential", "fixed")
 DAY: Final = 86_400
-LONGEST_WAIT: Final = 366 * DAY
 
 
 class Sentinel(enum.Enum):
@@ -122,9 +130,9 @@ class Yield:
     after: float = 0
 
     def __post_init__(self) -> None:
-        if not _is_number(self.after) or not 0 <= self.after <= LONGEST_WAIT:
-            raise exceptions.UnrecoverableError(
-                f"Yield(after={_shown(self.after)}): after is a number of seconds from 0 to {LONGEST_WAIT}.",
+        if not _is_number(self.after) or not 0 <= self.after <= LONGEST_DELAY:
+            raise UnrecoverableError(
+                f"Yield(after={shown(self.after)}): give a number of seconds from 0 to {LONGEST_DELAY:,.0f}.",
                 code="bad_outcome",
             )
 
@@ -248,7 +256,7 @@ class StatusMirror:
             model = self._model()
         except (LookupError, ValueError, TypeError, AttributeError):
             yield (
-                f"names the model {_shown(self.model_label)}, which no installed app has",
+                f"names the model {shown(self.model_label)}, which no installed app has",
                 'Write "app_label.ModelName" of a model of an installed app.',
             )
             return
@@ -265,7 +273,7 @@ class StatusMirror:
             field = None
         if field is None or not getattr(field, "concrete", False) or field.is_relation or field.primary_key:
             yield (
-                f"names the field {_shown(self.field)}, which is not a plain column of {self.model_label}",
+                f"names the field {shown(self.field)}, which is not a plain column of {self.model_label}",
                 "Name the column that holds the row's status.",
             )
             return
@@ -274,7 +282,7 @@ class StatusMirror:
     def _problems_of_values(self, field: models.Field[Any, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(self.open, str) or not isinstance(self.open, Sequence) or not self.open:
             yield (
-                f"has open={_shown(self.open)}, which is not a tuple of values",
+                f"has open={shown(self.open)}, which is not a tuple of values",
                 'Give the values of an unfinished row, such as open=("queued", "running").',
             )
             return
@@ -283,12 +291,12 @@ class StatusMirror:
             objection = _objection(field, value)
             if objection:
                 yield (
-                    f"has {name}={_shown(value)}, which the column {self.field} cannot hold: {objection}",
+                    f"has {name}={shown(value)}, which the column {self.field} cannot hold: {objection}",
                     "Use one of the column's own values.",
                 )
         if self.redriven not in self.open:
             yield (
-                f"has redriven={_shown(self.redriven)}, which is not among open={_shown(self.open)}: a job "
+                f"has redriven={shown(self.redriven)}, which is not among open={shown(self.open)}: a job "
                 "that ran again could never end, because its row would not count as unfinished",
                 "Add it to open.",
             )
@@ -375,13 +383,13 @@ class Kind:
     def __repr__(self) -> str:
         return f"<Kind {self.name}>"
 
-    def _refusals(self) -> Iterator[Refusal]:
+    def _faults(self) -> Iterator[Fault]:
         """Everything that is wrong with the kind's own attributes; the registry refuses the first."""
-        yield from _refusals_of_names(self)
-        yield from _refusals_of_hooks(self)
-        yield from _refusals_of_limits(self)
-        yield from _refusals_of_texts(self)
-        yield from _refusals_of_misspellings(self)
+        yield from _faults_of_names(self)
+        yield from _faults_of_hooks(self)
+        yield from _faults_of_limits(self)
+        yield from _faults_of_texts(self)
+        yield from _faults_of_misspellings(self)
 
 
 def classify(kind: Kind, error: BaseException) -> ErrorClass:
@@ -409,21 +417,21 @@ def register(kind_class: _KindClass) -> _KindClass:
     """
     if not inspect.isclass(kind_class) or not issubclass(kind_class, Kind):
         raise InvalidKind(
-            _shown(kind_class), "it is not a class derived from Kind", "Register the class itself."
+            shown(kind_class), "it is not a class derived from Kind", "Register the class itself."
         )
     if any(type(kind) is kind_class for kind in _kinds.values()):
         return kind_class
     kind = _made(kind_class)
-    for refusal in kind._refusals():
-        raise _invalid(kind, refusal)
+    for fault in kind._faults():
+        raise _invalid(kind, fault)
     if apps.models_ready:
-        for refusal in _refusals_of_mirror(kind):
-            raise _invalid(kind, refusal)
+        for fault in _faults_of_mirror(kind):
+            raise _invalid(kind, fault)
     taken = [name for name in (kind.name, *kind.aliases) if name in _kinds]
     for name in taken:
         raise _invalid(
             kind,
-            Refusal(
+            Fault(
                 "name" if name == kind.name else "aliases",
                 name,
                 f"already belongs to {_path(_kinds[name])}",
@@ -452,12 +460,12 @@ def get(name: str | type[Kind]) -> Kind:
     if isinstance(name, str):
         kind = _kinds.get(name)
         if kind is None:
-            raise UnknownKind(name)
+            raise UnknownKind(name, _kinds)
         return kind
     for kind in _kinds.values():
         if type(kind) is name:
             return kind
-    raise UnknownKind(getattr(name, "name", None) or _shown(name))
+    raise UnknownKind(getattr(name, "name", None) or name, _kinds)
 
 
 def all_kinds() -> list[Kind]:
@@ -472,7 +480,7 @@ def names() -> list[str]:
 
 def problems() -> list[InvalidKind]:
     """What registration could not check because the app registry was not ready; for a system check."""
-    return [_invalid(kind, refusal) for kind in all_kinds() for refusal in _refusals_of_mirror(kind)]
+    return [_invalid(kind, fault) for kind in all_kinds() for fault in _faults_of_mirror(kind)]
 
 
 def discover() -> None:
@@ -500,7 +508,7 @@ def _import_if_present(app: AppConfig, dotted: str) -> None:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Fault:
     """One attribute of a kind that cannot stand: what it is, its value, why not, and the way out."""
 
     attribute: str
@@ -531,30 +539,30 @@ def _made(kind_class: type[Kind]) -> Kind:
         ) from error
 
 
-def _refusals_of_names(kind: Kind) -> Iterator[Refusal]:
+def _faults_of_names(kind: Kind) -> Iterator[Fault]:
     objection = _objection_to_name(kind.name)
     if objection:
-        yield Refusal("name", kind.name, objection, 'Write a name such as name = "imports.csv".')
+        yield Fault("name", kind.name, objection, 'Write a name such as name = "imports.csv".')
     if not _is_sequence(kind.aliases):
-        yield Refusal(
+        yield Fault(
             "aliases", kind.aliases, "is not a tuple", 'Write aliases = ("old.name",), with the comma.'
         )
         return
     for alias in kind.aliases:
         objection = _objection_to_name(alias)
         if objection:
-            yield Refusal("aliases", alias, objection, "Write the name that old rows carry.")
+            yield Fault("aliases", alias, objection, "Write the name that old rows carry.")
         elif alias == kind.name:
-            yield Refusal("aliases", alias, "is the kind's own name", "Leave it out.")
+            yield Fault("aliases", alias, "is the kind's own name", "Leave it out.")
     if not isinstance(kind.queue, str) or not QUEUE_NAME.fullmatch(kind.queue):
-        yield Refusal(
+        yield Fault(
             "queue",
             kind.queue,
             "is not a queue's name",
             "Use 1 to 100 letters, digits, dots, dashes and underscores, beginning with a letter or a digit.",
         )
     elif kind.queue == RESERVED_QUEUE:
-        yield Refusal("queue", kind.queue, "is reserved for jobs that no worker runs", "Choose another name.")
+        yield Fault("queue", kind.queue, "is reserved for jobs that no worker runs", "Choose another name.")
 
 
 def _objection_to_name(name: object) -> str:
@@ -571,63 +579,61 @@ def _objection_to_name(name: object) -> str:
     return ""
 
 
-def _refusals_of_hooks(kind: Kind) -> Iterator[Refusal]:
-    yield from _refusals_of_step(kind)
+def _faults_of_hooks(kind: Kind) -> Iterator[Fault]:
+    yield from _faults_of_step(kind)
     if _overrides(kind, "on_transition") and not _overrides(kind, "on_redrive") and kind.mirror is None:
-        yield Refusal(
+        yield Fault(
             "on_redrive",
             None,
             "is missing beside on_transition: a job that runs again would leave the project's row ended",
             "Define on_redrive, which opens the row again, or declare a mirror = StatusMirror(…).",
         )
     if kind.mirror is not None and not isinstance(kind.mirror, StatusMirror):
-        yield Refusal(
+        yield Fault(
             "mirror", kind.mirror, "is not a StatusMirror", 'Write mirror = StatusMirror("app.Model", …).'
         )
     for hook, values in HOOKS.items():
-        yield from _refusals_of_call(kind, hook, values)
+        yield from _faults_of_call(kind, hook, values)
 
 
-def _refusals_of_step(kind: Kind) -> Iterator[Refusal]:
+def _faults_of_step(kind: Kind) -> Iterator[Fault]:
     step = kind.step
     if type(kind).step is Kind.step:
-        yield Refusal(
+        yield Fault(
             "step",
             None,
             "is missing",
             "Define step(self, ctx), or derive from BatchKind and define collection and process.",
         )
     elif inspect.isgeneratorfunction(step) or inspect.isasyncgenfunction(step):
-        yield Refusal(
+        yield Fault(
             "step",
             step,
             "is a generator: calling it would run nothing",
             "There is no yield in a step: return Yield() instead.",
         )
     elif not callable(step):
-        yield Refusal("step", step, "cannot be called", "Define step(self, ctx).")
+        yield Fault("step", step, "cannot be called", "Define step(self, ctx).")
     else:
-        yield from _refusals_of_arguments("step", step, 1)
+        yield from _faults_of_arguments("step", step, 1)
 
 
-def _refusals_of_call(kind: Kind, hook: str, values: int, *, generator: bool = False) -> Iterator[Refusal]:
+def _faults_of_call(kind: Kind, hook: str, values: int, *, generator: bool = False) -> Iterator[Fault]:
     """A hook, called with so many values, must be a plain method; `generator` says that it may yield."""
     if not _overrides(kind, hook):
         return
     method = getattr(kind, hook)
     if not callable(method):
-        yield Refusal(hook, method, "cannot be called", f"Define {hook} as a method.")
+        yield Fault(hook, method, "cannot be called", f"Define {hook} as a method.")
     elif inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
-        yield Refusal(
-            hook, method, "is async, but it runs inside a transaction", "Define it with a plain def."
-        )
+        yield Fault(hook, method, "is async, but it runs inside a transaction", "Define it with a plain def.")
     elif inspect.isgeneratorfunction(method) and not generator:
-        yield Refusal(hook, method, "is a generator: calling it would run nothing", "Use return, not yield.")
+        yield Fault(hook, method, "is a generator: calling it would run nothing", "Use return, not yield.")
     else:
-        yield from _refusals_of_arguments(hook, method, values)
+        yield from _faults_of_arguments(hook, method, values)
 
 
-def _refusals_of_arguments(name: str, method: Callable[..., Any], values: int) -> Iterator[Refusal]:
+def _faults_of_arguments(name: str, method: Callable[..., Any], values: int) -> Iterator[Fault]:
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):
@@ -635,7 +641,7 @@ def _refusals_of_arguments(name: str, method: Callable[..., Any], values: int) -
     try:
         signature.bind(*range(values))
     except TypeError:
-        yield Refusal(
+        yield Fault(
             name,
             f"{name}{signature}",
             f"cannot be called with {values} value{'s' if values > 1 else ''}",
@@ -643,47 +649,47 @@ def _refusals_of_arguments(name: str, method: Callable[..., Any], values: int) -
         )
 
 
-def _refusals_of_limits(kind: Kind) -> Iterator[Refusal]:
+def _faults_of_limits(kind: Kind) -> Iterator[Fault]:
     if kind.orphan_policy not in ORPHAN_POLICIES:
-        yield Refusal("orphan_policy", kind.orphan_policy, "is unknown", f"Use one of {ORPHAN_POLICIES}.")
-    yield from _refusal_of_number(kind, "lease_seconds", 0.3, DAY)
-    yield from _refusal_of_number(kind, "slice_seconds", 0.001, DAY)
-    yield from _refusal_of_number(kind, "max_slice_seconds", 0.002, 30 * DAY)
-    yield from _refusal_of_number(kind, "pending_ttl_seconds", 1, 30 * DAY)
-    yield from _refusal_of_integer(kind, "max_orphanings", 0, 1000)
-    yield from _refusal_of_integer(kind, "max_lost_deliveries", 0, 1000)
+        yield Fault("orphan_policy", kind.orphan_policy, "is unknown", f"Use one of {ORPHAN_POLICIES}.")
+    yield from _fault_of_number(kind, "lease_seconds", 0.3, DAY)
+    yield from _fault_of_number(kind, "slice_seconds", 0.001, DAY)
+    yield from _fault_of_number(kind, "max_slice_seconds", 0.002, 30 * DAY)
+    yield from _fault_of_number(kind, "pending_ttl_seconds", 1, 30 * DAY)
+    yield from _fault_of_integer(kind, "max_orphanings", 0, 1000)
+    yield from _fault_of_integer(kind, "max_lost_deliveries", 0, 1000)
     if (
         _is_number(kind.slice_seconds)
         and _is_number(kind.max_slice_seconds)
         and kind.max_slice_seconds < 2 * kind.slice_seconds
     ):
-        yield Refusal(
+        yield Fault(
             "max_slice_seconds",
             kind.max_slice_seconds,
             f"is less than twice slice_seconds = {kind.slice_seconds}: a sound slice would count as hung",
             f"Raise it to {2 * kind.slice_seconds} or more, or lower slice_seconds.",
         )
     if kind.max_running is not None:
-        yield Refusal("max_running", kind.max_running, "is not available yet", "Leave it at None.")
-    yield from _refusals_of_retry(kind)
+        yield Fault("max_running", kind.max_running, "is not available yet", "Leave it at None.")
+    yield from _faults_of_retry(kind)
 
 
-def _refusals_of_retry(kind: Kind) -> Iterator[Refusal]:
+def _faults_of_retry(kind: Kind) -> Iterator[Fault]:
     retry = kind.retry
     if not isinstance(retry, Retry):
-        yield Refusal("retry", retry, "is not a Retry", "Write retry = Retry(failures=5, first_delay=5).")
+        yield Fault("retry", retry, "is not a Retry", "Write retry = Retry(failures=5, first_delay=5).")
         return
-    yield from _refusal_of_integer(retry, "failures", 1, 1000, attribute="retry.failures")
-    yield from _refusal_of_number(retry, "first_delay", 0, DAY, attribute="retry.first_delay")
-    yield from _refusal_of_number(retry, "longest_delay", 0, DAY, attribute="retry.longest_delay")
+    yield from _fault_of_integer(retry, "failures", 1, 1000, attribute="retry.failures")
+    yield from _fault_of_number(retry, "first_delay", 0, DAY, attribute="retry.first_delay")
+    yield from _fault_of_number(retry, "longest_delay", 0, DAY, attribute="retry.longest_delay")
     if retry.backoff not in BACKOFFS:
-        yield Refusal("retry.backoff", retry.backoff, "is unknown", f"Use one of {BACKOFFS}.")
+        yield Fault("retry.backoff", retry.backoff, "is unknown", f"Use one of {BACKOFFS}.")
     if (
         _is_number(retry.first_delay)
         and _is_number(retry.longest_delay)
         and retry.first_delay > retry.longest_delay
     ):
-        yield Refusal(
+        yield Fault(
             "retry.first_delay",
             retry.first_delay,
             f"is longer than longest_delay = {retry.longest_delay}",
@@ -691,14 +697,14 @@ def _refusals_of_retry(kind: Kind) -> Iterator[Refusal]:
         )
 
 
-def _refusals_of_texts(kind: Kind) -> Iterator[Refusal]:
+def _faults_of_texts(kind: Kind) -> Iterator[Fault]:
     for attribute in ("description", "operator_note"):
         if not isinstance(getattr(kind, attribute), str | Promise):
-            yield Refusal(
+            yield Fault(
                 attribute, getattr(kind, attribute), "is not a text", "Write a text, or leave it out."
             )
     if not isinstance(kind.runbook_url, str) or not re.fullmatch(r"((https?:/)?/\S+)?", kind.runbook_url):
-        yield Refusal(
+        yield Fault(
             "runbook_url",
             kind.runbook_url,
             "is not an address that a browser should follow",
@@ -706,25 +712,23 @@ def _refusals_of_texts(kind: Kind) -> Iterator[Refusal]:
         )
     for attribute in ("allow_restart", "public_result"):
         if not isinstance(getattr(kind, attribute), bool):
-            yield Refusal(attribute, getattr(kind, attribute), "is not a truth value", "Write True or False.")
+            yield Fault(attribute, getattr(kind, attribute), "is not a truth value", "Write True or False.")
     for attribute in ("masked_keys", "required_permissions"):
         value = getattr(kind, attribute)
         if not _is_sequence(value) or not all(isinstance(entry, str) and entry for entry in value):
-            yield Refusal(
+            yield Fault(
                 attribute, value, "is not a tuple of texts", f'Write {attribute} = ("…",), with the comma.'
             )
         elif attribute == "required_permissions":
             for permission in value:
                 if not PERMISSION_NAME.fullmatch(permission):
-                    yield Refusal(attribute, permission, "is not a permission", 'Write "app_label.codename".')
+                    yield Fault(attribute, permission, "is not a permission", 'Write "app_label.codename".')
     form = kind.input_form
     if form is not None and not (inspect.isclass(form) and issubclass(form, forms.BaseForm)):
-        yield Refusal(
-            "input_form", form, "is not a form class", "Write input_form = MyForm, or leave it out."
-        )
+        yield Fault("input_form", form, "is not a form class", "Write input_form = MyForm, or leave it out.")
 
 
-def _refusals_of_misspellings(kind: Kind) -> Iterator[Refusal]:
+def _faults_of_misspellings(kind: Kind) -> Iterator[Fault]:
     """Names that are almost a hook's or a limit's: they would silently do nothing.
 
     Only names of two words or more are compared, closely, and only where the kind does not also have the
@@ -740,7 +744,7 @@ def _refusals_of_misspellings(kind: Kind) -> Iterator[Refusal]:
     ]
     for name in sorted(own.difference(known)):
         for meant in difflib.get_close_matches(name, compared, n=1, cutoff=0.9):
-            yield Refusal(
+            yield Fault(
                 name,
                 getattr(type(kind), name),
                 f"looks like {meant} misspelt",
@@ -748,36 +752,36 @@ def _refusals_of_misspellings(kind: Kind) -> Iterator[Refusal]:
             )
 
 
-def _refusals_of_mirror(kind: Kind) -> Iterator[Refusal]:
+def _faults_of_mirror(kind: Kind) -> Iterator[Fault]:
     if isinstance(kind.mirror, StatusMirror):
         for problem, way_out in kind.mirror.problems():
-            yield Refusal("mirror", kind.mirror, problem, way_out)
+            yield Fault("mirror", kind.mirror, problem, way_out)
 
 
-def _refusal_of_number(
+def _fault_of_number(
     owner: object, name: str, least: float, most: float, *, attribute: str = ""
-) -> Iterator[Refusal]:
+) -> Iterator[Fault]:
     value = getattr(owner, name)
     if not _is_number(value) or not least <= value <= most:
-        yield Refusal(attribute or name, value, "is out of range", f"Use a number from {least} to {most}.")
+        yield Fault(attribute or name, value, "is out of range", f"Use a number from {least} to {most}.")
 
 
-def _refusal_of_integer(
+def _fault_of_integer(
     owner: object, name: str, least: int, most: int, *, attribute: str = ""
-) -> Iterator[Refusal]:
+) -> Iterator[Fault]:
     value = getattr(owner, name)
     if not _is_integer(value) or not least <= value <= most:
-        yield Refusal(
+        yield Fault(
             attribute or name, value, "is out of range", f"Use a whole number from {least} to {most}."
         )
 
 
-def _invalid(kind: Kind, refusal: Refusal) -> InvalidKind:
+def _invalid(kind: Kind, fault: Fault) -> InvalidKind:
     name = kind.name if isinstance(kind.name, str) and kind.name.strip() else ""
     return InvalidKind(
         f"{name} ({_path(kind)})" if name else _path(kind),
-        f"{refusal.attribute} = {_shown(refusal.value)} {refusal.problem}",
-        refusal.way_out,
+        f"{fault.attribute} = {shown(fault.value)} {fault.problem}",
+        fault.way_out,
     )
 
 
@@ -785,7 +789,7 @@ def _objection(field: models.Field[Any, Any], value: Any) -> str:
     """Why a column cannot hold a value, or an empty text. Choices count for fields not editable, too."""
     choices = [choice for choice, _ in field.flatchoices]
     if choices and value not in choices:
-        return f"its choices are {_shown(choices)}"
+        return f"its choices are {shown(choices)}"
     if value is None:
         return "" if field.null else "it is not null"
     try:
@@ -803,14 +807,6 @@ def _overrides(kind: Kind, name: str) -> bool:
 
 def _path(kind: Kind) -> str:
     return f"{type(kind).__module__}.{type(kind).__qualname__}"
-
-
-def _shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except Exception:
-        text = object.__repr__(value)
-    return text if len(text) <= 200 else text[:199] + "…"
 
 
 def _is_integer(value: object) -> bool:
