@@ -339,8 +339,8 @@ def _encoded(value: Any) -> Any:
         if isinstance(value, kind):
             return {tag: to_text(value)}
     raise Unordered(
-        f"it is ordered by a column whose value {shown(value)} is a {type(value).__qualname__}, which a cursor "
-        "cannot hold; order it by another column"
+        f"it is ordered by a column whose values are {type(value).__qualname__} ({shown(value)}), which a "
+        "cursor cannot hold; order it by another column"
     )
 
 
