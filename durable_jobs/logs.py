@@ -1,0 +1,27 @@
+"""One named event per branch: the name and the facts as fields of the record, and in a readable line."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+
+def tell(
+    logger: logging.Logger,
+    level: int,
+    event: str,
+    sentence: str = "",
+    *,
+    error: BaseException | None = None,
+    **facts: Any,
+) -> None:
+    """Log `event` with `facts`; each fact is a field of the record (`record.job_id`), `event` is one too.
+
+    `error` adds its traceback.
+    """
+    if not logger.isEnabledFor(level):
+        return
+    fields = {name: value if isinstance(value, int | float) else str(value) for name, value in facts.items()}
+    words = [event, *(f"{name}={value}" for name, value in fields.items())]
+    text = " ".join(words) + (f": {sentence}" if sentence else "")
+    logger.log(level, "%s", text, exc_info=error, extra={"event": event, **fields})
