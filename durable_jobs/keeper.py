@@ -230,9 +230,14 @@ class Keeper:
         self.last_beat = time.monotonic()
 
     def _beat(self, holds: list[Hold]) -> None:
+        # One lease a job: where this process has claimed anew what it has lost meanwhile, the older is lost.
+        latest = {hold.lease.job_id: hold for hold in sorted(holds, key=lambda hold: hold.lease.epoch)}
         sent = time.monotonic()
-        beats = store.beat_many(self.owner, [hold.lease for hold in holds])
+        beats = store.beat_many(self.owner, [hold.lease for hold in latest.values()])
         for hold in holds:
+            if latest[hold.lease.job_id] is not hold:
+                hold.observe(lost=True)
+        for hold in latest.values():
             self._carry_back(hold, beats.get(hold.lease.job_id), sent)
 
     def _carry_back(self, hold: Hold, beat: Beat | None, sent: float) -> None:
