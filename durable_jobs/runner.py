@@ -400,7 +400,7 @@ class _Slice:
             return self._lost()
         except Exception as error:
             # Nothing here belongs to the step: the row could not be written. Let it go, and say so.
-            log("slice_not_recorded", self.job, level=logging.ERROR, exc_info=error)
+            log("slice_not_recorded", self.job, level=logging.ERROR, error=error)
             return self._release(error)
 
     def _run(self) -> SliceResult:
@@ -524,7 +524,7 @@ class _Slice:
             )
         except HookFailed as failure:
             # No failure is counted and the request stays: a cancelled job must not end failed.
-            log("cancel_mirror_failed", self.job, level=logging.ERROR, error=type(failure.error).__name__)
+            log("cancel_mirror_failed", self.job, level=logging.ERROR, error=failure.error)
             return self._release(failure.error)
         return SliceResult(Outcome.CANCELLED, job) if job else self._lost()
 
@@ -550,7 +550,7 @@ class _Slice:
             error_type=facts.type,
             failures=job.consecutive_failures,
             verdict=job.verdict,
-            exc_info=error,
+            error=error,
         )
         if job.verdict is None:
             return SliceResult(Outcome.RETRY, job, error)
@@ -629,7 +629,7 @@ class _Slice:
                         "outcome_waits",
                         self.job,
                         level=logging.WARNING,
-                        error=f"{type(error).__name__}: {error}"[:200],
+                        problem=f"{type(error).__name__}: {error}"[:200],
                     )
                     told = True
             database.drop_broken(self.ctx.alias)
