@@ -33,6 +33,7 @@ TRACEBACK_LENGTH = 50_000
 UNKNOWN_ERROR = "Unknown error"
 
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+_MARK_LENGTH = 60  # room for the mark of `cut`
 
 
 class ErrorClass(StrEnum):
@@ -239,7 +240,8 @@ class DeadlineExceeded(Refusal):
     def __init__(self, what: str = "The operation") -> None:
         self.what = what
         super().__init__(
-            f"{what} did not finish before its deadline and was rolled back. Start again with a later deadline."
+            f"{what} did not finish before its deadline and was rolled back. "
+            "Start again with a later deadline."
         )
 
 
@@ -379,9 +381,9 @@ class DomainMirrorMismatch(DurableJobsError):
         self.job_id = getattr(job, "id", job)
         self.kind, self.rows, self.hook = getattr(job, "kind", None), rows, hook
         super().__init__(
-            f"{hook} of kind {self.kind} answered {shown(rows)} for job {self.job_id}, so the project's row does "
-            "not agree with the job. Return how many rows agree now (at least 1), or ROW_GONE when the row "
-            "was deleted."
+            f"{hook} of kind {self.kind} answered {shown(rows)} for job {self.job_id}, so the project's row "
+            "does not agree with the job. Return how many rows agree now (at least 1), or ROW_GONE when the "
+            "row was deleted."
         )
 
 
@@ -429,9 +431,9 @@ def classify(error: object) -> ErrorClass:
 def describe(error: object) -> ErrorFacts:
     """Write an error down; never raises, whatever the error does.
 
-    `code` is the error's own code when that is a nonblank string, else None. `message` is its text; without
-    one, the name of its class; for what is no exception and no text, "Unknown error". Limits in characters:
-    code 100, type 200, message 10,000 and traceback 50,000, these two keeping head and tail.
+    `code` is the error's own code when that is a nonblank string, else None. `message` is its text; when
+    that is blank, the name of its class; for what is no exception and no text, "Unknown error". Limits in
+    characters: code 100, type 200, message 10,000 and traceback 50,000, these two keeping head and tail.
     """
     return ErrorFacts(
         error_class=classify(error),
@@ -451,10 +453,12 @@ def cut(text: str, limit: int) -> str:
     """Shorten a text to `limit` characters, keeping its head and its tail."""
     if len(text) <= limit:
         return text
-    mark = f"\n… {len(text) - limit:,} characters or more left out …\n"
-    room = max(limit - len(mark), 0)
-    head = (room + 1) // 2
-    return (text[:head] + mark + text[len(text) - (room - head) :])[:limit]
+    room = limit - _MARK_LENGTH
+    if room <= 0:
+        return text[:limit]
+    tail = room // 2
+    mark = f"\n… {len(text) - room:,} characters left out …\n"
+    return text[: room - tail] + mark + text[len(text) - tail :]
 
 
 def shown(value: object, limit: int = 200) -> str:
@@ -490,8 +494,8 @@ def _code(error: object) -> str | None:
 
 def _type_name(error: object) -> str:
     cls = type(error)
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    return clean(name.removeprefix("builtins."))[-TYPE_LENGTH:]
+    name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
+    return clean(name)[-TYPE_LENGTH:]
 
 
 def _message(error: object) -> str:
@@ -500,7 +504,8 @@ def _message(error: object) -> str:
     if not isinstance(error, BaseException):
         return UNKNOWN_ERROR
     try:
-        return str.__str__(str(error)) or type(error).__name__
+        text = str.__str__(str(error))
+        return text if text.strip() else type(error).__name__
     # The text of an error is foreign code: it may even raise SystemExit.
     except BaseException:
         return UNKNOWN_ERROR
