@@ -1,0 +1,73 @@
+# Everything that a developer or a CI does here. `make help` explains.
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/installed
+ARGS ?=
+
+# What a developer's shell may hold and the tests must not meet. DATABASE_URL stays: it chooses the database.
+unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
+
+.DEFAULT_GOAL := help
+.PHONY: help install test test-sqlite test-postgres test-wheel lint format wheel demo serve clean
+
+help:  ## Explain the targets
+	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## Make the virtual environment .venv with everything pinned in requirements.txt
+
+$(STAMP): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "durable_jobs needs Python 3.11 or later; name one with PYTHON=…"; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt --editable .
+	@touch $@
+
+test: install  ## Run every test on SQLite and on PostgreSQL (its own, or the one in DATABASE_URL)
+	@sqlite=0; postgres=0; \
+	$(MAKE) --no-print-directory test-sqlite || sqlite=$$?; \
+	$(MAKE) --no-print-directory test-postgres || postgres=$$?; \
+	report() { if [ $$2 -eq 0 ]; then echo "$$1: passed"; else echo "$$1: FAILED"; fi; }; \
+	echo; report SQLite $$sqlite; report PostgreSQL $$postgres; \
+	[ $$sqlite -eq 0 ] && [ $$postgres -eq 0 ]
+
+test-sqlite: install  ## Run the tests on SQLite only (ARGS go to pytest)
+	env -u DATABASE_URL $(PY) -m pytest $(ARGS)
+
+test-postgres: install  ## Run the tests on PostgreSQL only (ARGS go to pytest)
+ifneq ($(filter postgres% pgsql% psql%,$(DATABASE_URL)),)
+	$(PY) -m pytest $(ARGS)
+else
+	$(PY) -m tests.postgres run -- $(PY) -m pytest $(ARGS)
+endif
+
+test-wheel: install  ## Build the package, install it into an empty project, and use it there
+	env -u DATABASE_URL $(PY) -m tests.wheel_smoke
+
+lint: install  ## Check style, types and missing migrations (needs no network)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	env -u DATABASE_URL DJANGO_SETTINGS_MODULE=tests.settings $(PY) manage.py makemigrations --check --dry-run
+
+format: install  ## Put the code into the project's style
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+wheel: install  ## Build wheel and source distribution into dist/
+	rm -rf build dist
+	$(PY) -m build
+
+demo: install  ## Import 28,000 airports, kill the worker in the middle, show how another finishes
+	@$(PY) manage.py demo
+
+serve: install  ## Start the demo site and a worker, and print address and login
+	@$(PY) manage.py serve
+
+clean:  ## Remove the environment, what was built, and the demo's data
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo .serve media
+	rm -f *.sqlite3 *.sqlite3-*
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,101 @@
+"""What the tests share: the database they run on, other connections, other processes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from django.conf import settings
+from django.db import connection, connections
+
+from tests.connections import OtherConnection
+from tests.postgres import FOLDER_VARIABLE, Server, alive
+from tests.processes import Processes
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    remove_files_of_killed_runs()
+
+
+def pytest_report_header() -> str:
+    database = settings.DATABASES["default"]
+    if connection.vendor == "sqlite":
+        return f"database: SQLite {'.'.join(map(str, connection.Database.sqlite_version_info))}"
+    whose = "started for this run" if FOLDER_VARIABLE in os.environ else "named by DATABASE_URL"
+    return f"database: PostgreSQL at {database['HOST']}:{database['PORT']}, {whose}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = "SQLite" if connection.vendor == "sqlite" else "PostgreSQL"
+    for item in items:
+        for marker, wanted in [("postgres_only", "PostgreSQL"), ("sqlite_only", "SQLite")]:
+            if here != wanted and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"for {wanted}; this run is on {here}"))
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """A test ends the threads that it began; a daemon thread alone may outlive it."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 3
+    while left := [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]:
+        if time.monotonic() > deadline:
+            pytest.fail(f"threads left running: {', '.join(thread.name for thread in left)}")
+        left[0].join(0.1)
+
+
+@pytest.fixture
+def other_connections(transactional_db: None) -> Iterator[Callable[[], OtherConnection]]:
+    """Makes further connections to the tests' database, each in a thread of its own."""
+    made: list[OtherConnection] = []
+
+    def make() -> OtherConnection:
+        made.append(OtherConnection())
+        return made[-1]
+
+    yield make
+    for other in made:
+        other.close()
+
+
+@pytest.fixture
+def second_connection(other_connections: Callable[[], OtherConnection]) -> OtherConnection:
+    """A second connection to the tests' database."""
+    return other_connections()
+
+
+@pytest.fixture
+def processes(transactional_db: None, tmp_path: Path) -> Iterator[Processes]:
+    """Starts processes on the tests' database; those that still run are killed when the test ends."""
+    started = Processes(tmp_path)
+    yield started
+    started.end()
+
+
+@pytest.fixture
+def postgres_server(transactional_db: None) -> Iterator[Server]:
+    """The PostgreSQL server of this run, to be stopped and restarted; it runs again when the test ends."""
+    if connection.vendor != "postgresql":
+        pytest.skip("for PostgreSQL; this run is on SQLite")
+    if FOLDER_VARIABLE not in os.environ:
+        pytest.skip("the server named by DATABASE_URL is not ours to restart")
+    server = Server.attach(os.environ[FOLDER_VARIABLE])
+    yield server
+    server.start()
+    connections.close_all()
+
+
+def remove_files_of_killed_runs() -> None:
+    for path in Path(tempfile.gettempdir()).glob("durable-jobs-tests-*.sqlite3*"):
+        pid = path.name.removeprefix("durable-jobs-tests-").partition(".")[0]
+        if pid.isdigit() and not alive(int(pid)):
+            try:
+                path.unlink()
+            except OSError:
+                continue
