@@ -8,7 +8,6 @@ ImproperlyConfigured, which names the setting and what is allowed; the system ch
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar, overload
@@ -58,8 +57,8 @@ def number(least: float, most: float) -> Rule:
     """Allow numbers from `least` to `most`; a boolean is no number."""
 
     def rule(value: Any) -> str | None:
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return None if fits and least <= value <= most else f"a number from {least:,g} to {most:,g}"
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+        return None if fits else f"a number from {least:,g} to {most:,g}"
 
     return rule
 

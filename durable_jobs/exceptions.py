@@ -9,14 +9,13 @@ Every error can be pickled.
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
 import traceback as tracebacks
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from uuid import UUID
 
 MARKER = "durable_jobs_class"
@@ -31,6 +30,8 @@ MESSAGE_LENGTH = 10_000
 TRACEBACK_LENGTH = 50_000
 
 UNKNOWN_ERROR = "Unknown error"
+
+T = TypeVar("T")
 
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _MARK_LENGTH = 60  # room for the mark of `cut`
@@ -104,7 +105,8 @@ class RetryAfter(DurableJobsError):
     seconds: float
 
     def __init__(self, seconds: float) -> None:
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not _is_delay(seconds):
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if not is_number or not 0 <= seconds <= LONGEST_DELAY:
             raise InvalidInput(
                 "RetryAfter.seconds",
                 seconds,
@@ -420,11 +422,13 @@ def classify(error: object) -> ErrorClass:
     The attribute decides, never the type, so that an error that was pickled, or comes from a second copy
     of this package, keeps its class. No attribute or an unknown value means transient.
     """
+    marker = _asked(lambda: getattr(error, MARKER, None), None)
+    if not isinstance(marker, str):
+        return ErrorClass.TRANSIENT
     try:
-        value = getattr(error, MARKER, None)
         # A member of another enum hashes by its name; its text is what is compared.
-        return ErrorClass(str.__str__(value)) if isinstance(value, str) else ErrorClass.TRANSIENT
-    except Exception:
+        return ErrorClass(str.__str__(marker))
+    except ValueError:
         return ErrorClass.TRANSIENT
 
 
@@ -463,10 +467,7 @@ def cut(text: str, limit: int) -> str:
 
 def shown(value: object, limit: int = 200) -> str:
     """Show a value in a message: its `repr`, cut to `limit` characters; never raises."""
-    try:
-        text = clean(_SHORT.repr(value))
-    except Exception:
-        text = f"<{type(value).__name__}>"
+    text = clean(_asked(lambda: _SHORT.repr(value), f"<{type(value).__name__}>"))
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
@@ -483,13 +484,10 @@ _SHORT = _Short()
 def _code(error: object) -> str | None:
     if isinstance(error, SystemExit):  # its code is an exit status or a message
         return None
-    try:
-        code = getattr(error, "code", None)
-        if isinstance(code, str) and code.strip():
-            return clean(str.__str__(code))[:CODE_LENGTH]
-    except Exception:
-        pass
-    return None
+    code = _asked(lambda: getattr(error, "code", None), None)
+    if not isinstance(code, str) or not code.strip():
+        return None
+    return clean(str.__str__(code))[:CODE_LENGTH]
 
 
 def _type_name(error: object) -> str:
@@ -503,25 +501,22 @@ def _message(error: object) -> str:
         return str.__str__(error)
     if not isinstance(error, BaseException):
         return UNKNOWN_ERROR
-    try:
-        text = str.__str__(str(error))
-        return text if text.strip() else type(error).__name__
-    # The text of an error is foreign code: it may even raise SystemExit.
-    except BaseException:
-        return UNKNOWN_ERROR
+    text = _asked(lambda: str.__str__(str(error)), UNKNOWN_ERROR)
+    return text if text.strip() else type(error).__name__
 
 
 def _traceback(error: object) -> str:
     if not isinstance(error, BaseException):
         return ""
+    return _asked(lambda: "".join(tracebacks.format_exception(error)), "")
+
+
+def _asked(ask: Callable[[], T], otherwise: T) -> T:
+    """Ask a foreign object, whose answer may be any error, SystemExit included."""
     try:
-        return "".join(tracebacks.format_exception(error))
+        return ask()
     except BaseException:
-        return ""
-
-
-def _is_delay(seconds: float) -> bool:
-    return math.isfinite(seconds) and 0 <= seconds <= LONGEST_DELAY
+        return otherwise
 
 
 def _rebuild(cls: type[BaseException], args: tuple[Any, ...], facts: dict[str, Any]) -> BaseException:
