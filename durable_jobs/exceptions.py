@@ -371,6 +371,19 @@ class InvalidKind(Refusal):
         super().__init__(f"kind {kind}: {problem}. {way_out}")
 
 
+class DirectWrite(Refusal, TypeError):
+    """Rows of this package are written by its own statements alone; a save would go around the lease."""
+
+    code = "direct_write"
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        super().__init__(
+            f"{model} rows cannot be written or deleted directly: that would go around the lease. "
+            "Use durable_jobs.service (start, cancel, redrive, …)."
+        )
+
+
 # Failures of the mechanism
 
 
