@@ -439,8 +439,7 @@ def classify(error: object) -> ErrorClass:
     if not isinstance(marker, str):
         return ErrorClass.TRANSIENT
     try:
-        # A member of another enum hashes by its name; its text is what is compared.
-        return ErrorClass(str.__str__(marker))
+        return ErrorClass(marker)
     except ValueError:
         return ErrorClass.TRANSIENT
 

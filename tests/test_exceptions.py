@@ -226,7 +226,7 @@ class TestClassify:
         assert classify(on_instance) is error_class
 
     def test_an_enum_of_a_second_copy_of_the_package_is_understood(self):
-        """B1: its members equal ours as texts, but hash by their names."""
+        """B1: its members equal ours as texts, whatever their names."""
 
         class Copy(StrEnum):
             TERMINAL_OF_THE_COPY = "terminal"
