@@ -7,7 +7,8 @@ run with `migrate` and with `check --database ALIAS`, and answer nothing otherwi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+import sqlite3
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from django.conf import settings
@@ -31,10 +32,8 @@ OLDEST_POSTGRESQL: Final = 14
 SHORTEST_SQLITE_TIMEOUT: Final = 20
 COMMANDS: Final = ("runworker", "reconcile", "prune_jobs")
 
-Check = Callable[..., list[CheckMessage]]
-
 _WAL = re.compile(r"\bjournal_mode\s*=\s*['\"]?wal\b", re.IGNORECASE)
-_SORTS: Final[dict[str, tuple[type[CheckMessage], str]]] = {
+_SORTS: Final[dict[str, tuple[type[Error | Warning], str]]] = {
     "shape": (Error, "durable_jobs.E001"),
     "name": (Error, "durable_jobs.E002"),
     "value": (Error, "durable_jobs.E003"),
@@ -70,7 +69,7 @@ def check_users(app_configs: Any = None, **options: Any) -> list[CheckMessage]:
         return []
     return [
         Error(
-            f"Jobs are written to the database {jobs!r} and users to {users!r}, but jobs have foreign keys to users.",
+            f"Jobs are written to the database {jobs!r} and users to {users!r}, but jobs refer to users.",
             hint="Make DATABASE_ROUTERS send durable_jobs and the user model to the same database.",
             id="durable_jobs.E005",
         )
@@ -83,7 +82,7 @@ def check_time_zone(app_configs: Any = None, **options: Any) -> list[CheckMessag
         return []
     return [
         Error(
-            "USE_TZ is False: leases and delays would be naive local times, which jump by an hour twice a year.",
+            "USE_TZ is False: leases and delays would be local times, which jump by an hour twice a year.",
             hint="Set USE_TZ = True. TIME_ZONE may stay what it is.",
             id="durable_jobs.E006",
         )
@@ -105,7 +104,7 @@ def check_kinds(app_configs: Any = None, **options: Any) -> list[CheckMessage]:
             found.append(
                 Warning(
                     f"kind {kind.name}: lease_seconds = {kind.lease_seconds:g} is shorter than "
-                    f"{conf.NAME}['GRACE'] = {grace:g}: its jobs cost more beats and are hardly repaired sooner.",
+                    f"{conf.NAME}['GRACE'] = {grace:g}: more beats, and repairs that come hardly sooner.",
                     hint=f"Raise lease_seconds to {grace:g} or more, or lower GRACE.",
                     id="durable_jobs.W005",
                 )
@@ -137,9 +136,9 @@ def check_database(app_configs: Any = None, **options: Any) -> list[CheckMessage
         return list(_isolation_option(connection))
     return [
         Error(
-            f"Jobs are written to the database {connection.alias!r}, which is {connection.display_name}. It lacks the "
-            "partial unique indexes that keep two jobs from holding one lock key.",
-            hint="Use PostgreSQL 14 or later, or SQLite 3.35 or later, and a database router for durable_jobs.",
+            f"Jobs are written to the database {connection.alias!r}, which is {connection.display_name}: it "
+            "lacks the partial unique indexes that keep two jobs from holding one lock key.",
+            hint="Keep jobs and users in PostgreSQL 14 or later, or in SQLite 3.35 or later.",
             id="durable_jobs.E007",
         )
     ]
@@ -161,10 +160,11 @@ def check_running_database(
 
 
 def _sqlite_version(connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
-    version = connection.Database.sqlite_version_info
+    version = sqlite3.sqlite_version_info
     if version < OLDEST_SQLITE:
         yield Error(
-            f"This Python uses SQLite {_dotted(version)}; jobs need {_dotted(OLDEST_SQLITE)} or later (RETURNING).",
+            f"The SQLite library of this Python is {_dotted(version)}, and the database {connection.alias!r} "
+            f"needs {_dotted(OLDEST_SQLITE)} or later for jobs (RETURNING).",
             hint="Use a newer Python or SQLite library, or PostgreSQL.",
             id="durable_jobs.E008",
         )
@@ -177,7 +177,8 @@ def _sqlite_options(connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
     wanted: dict[str, object] = {}
     if str(options.get("transaction_mode")).upper() not in ("IMMEDIATE", "EXCLUSIVE"):
         wanted["transaction_mode"] = "IMMEDIATE"
-    if options.get("timeout", 5) < SHORTEST_SQLITE_TIMEOUT:
+    timeout = options.get("timeout", 5)
+    if not isinstance(timeout, int | float) or timeout < SHORTEST_SQLITE_TIMEOUT:
         wanted["timeout"] = SHORTEST_SQLITE_TIMEOUT
     if not _sets_wal(connection):
         others = options.get("init_command", "").strip().rstrip(";")
@@ -199,10 +200,10 @@ def _sqlite_journal(connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
     mode = _one(connection, "PRAGMA journal_mode")
     if mode.lower() != "wal":
         yield Warning(
-            f"The SQLite database {connection.alias!r} is in journal mode {mode!r}, although init_command sets WAL: "
-            "readers block the workers' writes.",
-            hint="Keep the file on a local disk (WAL does not work on network file systems), and set the journal "
-            "mode once.",
+            f"The SQLite database {connection.alias!r} is in journal mode {mode!r}, although init_command "
+            "asks for WAL: readers block the workers' writes.",
+            hint="Keep the file on a local disk (WAL does not work on network file systems), and set the "
+            "journal mode once.",
             id="durable_jobs.W006",
         )
 
@@ -220,9 +221,9 @@ def _postgresql_version(connection: BaseDatabaseWrapper) -> Iterator[CheckMessag
 
 def _postgresql_too_old(connection: BaseDatabaseWrapper, found: str) -> CheckMessage:
     return Error(
-        f"The database {connection.alias!r} is too old for jobs, which need PostgreSQL {OLDEST_POSTGRESQL} or "
+        f"The database {connection.alias!r} is too old: jobs need PostgreSQL {OLDEST_POSTGRESQL} or "
         f"later. {found}",
-        hint="Upgrade the server, or send durable_jobs to another database with a database router.",
+        hint="Upgrade the server.",
         id="durable_jobs.E009",
     )
 
@@ -250,10 +251,9 @@ def _isolation_default(connection: BaseDatabaseWrapper) -> Iterator[CheckMessage
 
 def _isolation(connection: BaseDatabaseWrapper, found: str, way_out: str) -> CheckMessage:
     return Warning(
-        f"{found} on the database {connection.alias!r}, and jobs need READ COMMITTED: starting and cancelling jobs "
-        "in your transactions may fail with a serialization error, which you would have to retry.",
-        hint=f"{way_out}, or give durable_jobs an alias of its own with a database router. Workers use READ "
-        "COMMITTED in any case.",
+        f"{found} on the database {connection.alias!r}, and jobs need READ COMMITTED: starting and "
+        "cancelling jobs in your transactions may fail with a serialization error.",
+        hint=f"{way_out}, or retry those transactions.",
         id="durable_jobs.W003",
     )
 

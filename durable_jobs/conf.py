@@ -8,6 +8,7 @@ ImproperlyConfigured, which names the setting and what is allowed; the system ch
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar, overload
@@ -18,6 +19,7 @@ from django.core.exceptions import ImproperlyConfigured
 from durable_jobs.exceptions import shown
 
 NAME: Final = "DURABLE_JOBS"
+QUEUE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 T = TypeVar("T")
 Rule = Callable[[Any], "str | None"]
@@ -58,7 +60,7 @@ def number(least: float, most: float) -> Rule:
 
     def rule(value: Any) -> str | None:
         fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-        return None if fits else f"a number from {least:,g} to {most:,g}"
+        return None if fits else f"a number from {least:,} to {most:,}"
 
     return rule
 
@@ -122,8 +124,10 @@ def module_names(value: Any) -> str | None:
 
 
 def queue_name(value: Any) -> str | None:
-    """Allow a nonblank text of at most 100 characters other than the reserved `manual`."""
-    return text(100)(value) or ("any queue but 'manual', which is reserved" if value == "manual" else None)
+    """Allow the names of queues; `manual` is reserved for jobs that no worker runs."""
+    if isinstance(value, str) and QUEUE_NAME.fullmatch(value) and value != "manual":
+        return None
+    return "a name of at most 100 letters, digits, '.', '_' and '-', other than 'manual'"
 
 
 KIB: Final = 1024

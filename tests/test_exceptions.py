@@ -15,6 +15,7 @@ from durable_jobs.exceptions import (
     LONGEST_DELAY,
     Busy,
     DeadlineExceeded,
+    DirectWrite,
     DomainMirrorMismatch,
     DurableJobsError,
     ErrorClass,
@@ -67,6 +68,7 @@ REFUSALS = {
     "not_cancellable": NotCancellable(JOB, "completed"),
     "busy": Busy(JOB),
     "not_found": NotFound(JOB),
+    "direct_write": DirectWrite("Job"),
 }
 OTHERS = [
     InvalidKind("catalog.reindex", "lease_seconds is 0", "Set 0.3 or more."),
