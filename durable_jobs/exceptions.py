@@ -402,6 +402,22 @@ class DomainMirrorMismatch(DurableJobsError):
         )
 
 
+class HookFailed(DurableJobsError):
+    """A hook of a transition raised, or its answer did not agree; the transition was rolled back.
+
+    `error` is what the hook raised (also the `__cause__`). The failure has been counted on the row.
+    """
+
+    code = "hook_failed"
+
+    def __init__(self, job_id: UUID, kind: str, status: str, error: BaseException) -> None:
+        self.job_id, self.kind, self.status, self.error = job_id, kind, status, error
+        super().__init__(
+            f"A hook of kind {kind} failed while job {job_id} became {status}; nothing was changed: "
+            f"{type(error).__name__}: {shown(str(error))}"
+        )
+
+
 class NoFurtherAttempts(DurableJobsError):
     """Tells a transport that the job has ended and the delivery must not be repeated.
 

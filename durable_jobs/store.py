@@ -182,7 +182,7 @@ class _Types(dict[str, str]):
 
 
 _OWNED = "id = :id AND status = 'running' AND lease_owner = :owner AND lease_epoch = :epoch"
-_MAILBOX = "EXISTS (SELECT 1 FROM durable_jobs_cancelrequest m WHERE m.job_id = j.id)"
+_MAILBOX = "EXISTS (SELECT 1 FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id)"
 
 
 def _snippets(vendor: str) -> Mapping[str, str]:
@@ -190,13 +190,16 @@ def _snippets(vendor: str) -> Mapping[str, str]:
         "columns": ", ".join(f'"{field.column}"' for field in Job._meta.concrete_fields),
         "owned": _OWNED,
         "mailbox": _MAILBOX,
+        # Read as a value: in SQLite's RETURNING (3.40) `x IS NOT NULL` over a partial index's column is true.
+        "requested": """coalesce({job}.cancel_requested_at,
+            (SELECT min(m.requested_at) FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id))""",
         "in_scope": "tenant_id = :tenant AND coalesce(organization_id, '') = coalesce(:organization, '')",
         # A request that met a locked row is taken over by the next write that may act on it.
-        "fold": """cancel_requested_at = coalesce(j.cancel_requested_at,
-                (SELECT min(m.requested_at) FROM durable_jobs_cancelrequest m WHERE m.job_id = j.id)),
-            cancelled_by_id = CASE WHEN j.cancel_requested_at IS NULL THEN
-                (SELECT m.actor_user_id FROM durable_jobs_cancelrequest m WHERE m.job_id = j.id
-                 ORDER BY m.id LIMIT 1) ELSE j.cancelled_by_id END""",
+        "fold": """cancel_requested_at = coalesce({job}.cancel_requested_at,
+                (SELECT min(m.requested_at) FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id)),
+            cancelled_by_id = CASE WHEN {job}.cancel_requested_at IS NULL THEN
+                (SELECT m.actor_user_id FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id
+                 ORDER BY m.id LIMIT 1) ELSE {job}.cancelled_by_id END""",
         "counts": """processed_count = coalesce(:processed, processed_count),
             total_count = CASE WHEN :keep_total THEN total_count ELSE :total END,
             progress_message = coalesce(:message, progress_message)""",
@@ -204,8 +207,8 @@ def _snippets(vendor: str) -> Mapping[str, str]:
             WHERE (p.queue_name = '' OR p.queue_name = c.queue_name)
               AND (p.kind = '' OR p.kind = c.kind) AND (p.tenant_id = '' OR p.tenant_id = c.tenant_id))""",
         "paused": """EXISTS (SELECT 1 FROM durable_jobs_pause p
-            WHERE (p.queue_name = '' OR p.queue_name = j.queue_name)
-              AND (p.kind = '' OR p.kind = j.kind) AND (p.tenant_id = '' OR p.tenant_id = j.tenant_id))""",
+            WHERE (p.queue_name = '' OR p.queue_name = {job}.queue_name)
+              AND (p.kind = '' OR p.kind = {job}.kind) AND (p.tenant_id = '' OR p.tenant_id = {job}.tenant_id))""",
         "take": """status = 'running', lease_owner = :owner, lease_epoch = lease_epoch + 1,
             attempts = attempts + 1, heartbeat_at = {now}, claimed_at = {now},
             processed_at_claim = processed_count, started_at = coalesce(started_at, {now}),
@@ -215,11 +218,11 @@ def _snippets(vendor: str) -> Mapping[str, str]:
         "end": """lease_owner = NULL, lease_expires_at = {now}, next_run_at = NULL, pending_since = NULL,
             finished_at = {now}, domain_mirrored_at = {now}, updated_at = {now}""",
         "cancel": """status = 'cancelled', {end}, verdict = NULL,
-            cancel_requested_at = coalesce(j.cancel_requested_at,
-                (SELECT min(m.requested_at) FROM durable_jobs_cancelrequest m WHERE m.job_id = j.id), {now}),
-            cancelled_by_id = CASE WHEN j.cancel_requested_at IS NULL THEN
-                (SELECT m.actor_user_id FROM durable_jobs_cancelrequest m WHERE m.job_id = j.id
-                 ORDER BY m.id LIMIT 1) ELSE j.cancelled_by_id END""",
+            cancel_requested_at = coalesce({job}.cancel_requested_at,
+                (SELECT min(m.requested_at) FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id), {now}),
+            cancelled_by_id = CASE WHEN {job}.cancel_requested_at IS NULL THEN
+                (SELECT m.actor_user_id FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id
+                 ORDER BY m.id LIMIT 1) ELSE {job}.cancelled_by_id END""",
         "orphan": """id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.status = 'running'
             AND c.lease_owner IS NOT NULL AND c.lease_epoch = :epoch
             AND (c.lease_owner = :dead_owner OR c.lease_expires_at < {before :grace}) {skip_locked})""",
@@ -287,7 +290,7 @@ _BY_LOCK_KEY = _statement("""
         AND {in_scope}""")
 
 _CLAIM = _statement("""
-    UPDATE {job} AS j SET {take}, lease_expires_at = {after :ttl}
+    UPDATE {job} SET {take}, lease_expires_at = {after :ttl}
     WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.continuation_seq = :seq
         AND c.redrives = :redrives AND c.next_run_at IS NOT NULL AND {unpaused} {skip_locked})
     RETURNING {columns}""")
@@ -315,14 +318,14 @@ def _claim_next(size: int) -> Statement:
                 AND c.next_run_at >= coalesce(g.floor, '-infinity') AND {{unpaused}}
             ORDER BY c.next_run_at LIMIT {size} {{skip_locked}}) ready
         LIMIT {size})
-    UPDATE {{job}} AS j SET {{take}}, lease_expires_at = {{after due.due_ttl}}
-    FROM due WHERE j.id = due.due_id
+    UPDATE {{job}} SET {{take}}, lease_expires_at = {{after due.due_ttl}}
+    FROM due WHERE {{job}}.id = due.due_id
     RETURNING {{columns}}, due.due_at""",
         # CROSS JOIN keeps SQLite to this order of loops: probes by priority, rows by the index, stop early.
         f"""
-    UPDATE {{job}} AS j SET {{take}},
+    UPDATE {{job}} SET {{take}},
         lease_expires_at = {{after (SELECT json_extract(g.value, '$[3]') FROM json_each(:probes) g
-            WHERE json_extract(g.value, '$[1]') = j.kind LIMIT 1)}}
+            WHERE json_extract(g.value, '$[1]') = {{job}}.kind LIMIT 1)}}
     WHERE id IN (
         SELECT c.id FROM json_each(:probes) g CROSS JOIN {{job}} c INDEXED BY durable_jobs_ready
         WHERE c.queue_name = json_extract(g.value, '$[0]') AND c.kind = json_extract(g.value, '$[1]')
@@ -370,25 +373,25 @@ _BEAT_MANY = _statement(
     WITH mine AS MATERIALIZED (
         SELECT * FROM unnest(:ids, :epochs, :ttls) AS m(mine_id, mine_epoch, ttl)),
     locked AS MATERIALIZED (
-        SELECT j.id AS locked_id, mine.ttl FROM {job} j JOIN mine
-            ON j.id = mine.mine_id AND j.lease_epoch = mine.mine_epoch
-        WHERE j.status = 'running' AND j.lease_owner = :owner FOR NO KEY UPDATE OF j SKIP LOCKED),
+        SELECT {job}.id AS locked_id, mine.ttl FROM {job} JOIN mine
+            ON {job}.id = mine.mine_id AND {job}.lease_epoch = mine.mine_epoch
+        WHERE {job}.status = 'running' AND {job}.lease_owner = :owner FOR NO KEY UPDATE OF {job} SKIP LOCKED),
     renewed AS (
-        UPDATE {job} AS j SET lease_expires_at = {after locked.ttl}, heartbeat_at = {now}
-        FROM locked WHERE j.id = locked.locked_id RETURNING j.id, j.cancel_requested_at)
+        UPDATE {job} SET lease_expires_at = {after locked.ttl}, heartbeat_at = {now}
+        FROM locked WHERE {job}.id = locked.locked_id RETURNING {job}.id, {job}.cancel_requested_at)
     SELECT mine.mine_id, renewed.id IS NOT NULL,
-        coalesce(j.status = 'running' AND j.lease_owner = :owner AND j.lease_epoch = mine.mine_epoch, false),
-        coalesce(renewed.cancel_requested_at, j.cancel_requested_at) IS NOT NULL OR {mailbox}, {paused}
-    FROM mine LEFT JOIN renewed ON renewed.id = mine.mine_id LEFT JOIN {job} j ON j.id = mine.mine_id""",
+        coalesce({job}.status = 'running' AND {job}.lease_owner = :owner AND {job}.lease_epoch = mine.mine_epoch, false),
+        coalesce(renewed.cancel_requested_at, {job}.cancel_requested_at) IS NOT NULL OR {mailbox}, {paused}
+    FROM mine LEFT JOIN renewed ON renewed.id = mine.mine_id LEFT JOIN {job} ON {job}.id = mine.mine_id""",
     """
-    UPDATE {job} AS j SET heartbeat_at = {now}, lease_expires_at = {after
+    UPDATE {job} SET heartbeat_at = {now}, lease_expires_at = {after
         (SELECT json_extract(m.value, '$[2]') FROM json_each(:leases) m
-         WHERE json_extract(m.value, '$[0]') = j.id)}
+         WHERE json_extract(m.value, '$[0]') = {job}.id)}
     WHERE status = 'running' AND lease_owner = :owner
         AND id IN (SELECT json_extract(m.value, '$[0]') FROM json_each(:leases) m)
         AND lease_epoch = (SELECT json_extract(m.value, '$[1]') FROM json_each(:leases) m
-         WHERE json_extract(m.value, '$[0]') = j.id)
-    RETURNING id, 1, 1, cancel_requested_at IS NOT NULL OR {mailbox}, {paused}""",
+         WHERE json_extract(m.value, '$[0]') = {job}.id)
+    RETURNING id, 1, 1, {requested}, {paused}""",
 )
 
 _STILL_MINE = _statement("SELECT 1 FROM {job} WHERE {owned}")
@@ -408,29 +411,29 @@ _LOCK_FENCE = _statement(
 
 # The row is locked before the times are computed: a lease set by an UPDATE that waited is born too short.
 _WRITE_CHECKPOINT = _statement("""
-    UPDATE {job} AS j SET lease_expires_at = {after :ttl}, heartbeat_at = {now}, last_committed_at = {now},
+    UPDATE {job} SET lease_expires_at = {after :ttl}, heartbeat_at = {now}, last_committed_at = {now},
         updated_at = {now}, consecutive_failures = 0, redrives_since_commit = 0,
         checkpoint = CASE WHEN :keep_checkpoint THEN checkpoint ELSE :checkpoint END,
         checkpoint_at = CASE WHEN :keep_checkpoint THEN checkpoint_at
             WHEN :checkpoint IS NULL THEN NULL ELSE {now} END, {counts}
     WHERE id = (SELECT id FROM {job} WHERE {owned} {lock})
-    RETURNING cancel_requested_at IS NOT NULL OR {mailbox}""")
+    RETURNING {requested}""")
 _SET_PROGRESS = _statement("""
-    UPDATE {job} AS j SET heartbeat_at = {now}, {counts} WHERE {owned}
-    RETURNING cancel_requested_at IS NOT NULL OR {mailbox}""")
+    UPDATE {job} SET heartbeat_at = {now}, {counts} WHERE {owned}
+    RETURNING {requested}""")
 
 _YIELD_SLICE = _statement("""
-    UPDATE {job} AS j SET status = 'pending', continuation_seq = continuation_seq + 1, {let_go},
+    UPDATE {job} SET status = 'pending', continuation_seq = continuation_seq + 1, {let_go},
         pending_since = {now}, next_run_at = {after :delay}, interruptions = interruptions + :interrupted,
         {fold}, {counts}
     WHERE {owned} RETURNING {columns}""")
 _GIVE_BACK = _statement("""
-    UPDATE {job} AS j SET status = 'pending', {let_go}, pending_since = {now}, next_run_at = {now}, {fold}
+    UPDATE {job} SET status = 'pending', {let_go}, pending_since = {now}, next_run_at = {now}, {fold}
     WHERE {owned} RETURNING {columns}""")
 # The verdict and the delay come from the counter as it stands under the row's lock: a commit earlier in the
 # slice has reset it. The shift is clamped before it is computed.
 _FAIL_SLICE = _statement("""
-    UPDATE {job} AS j SET {let_go}, consecutive_failures = consecutive_failures + 1,
+    UPDATE {job} SET {let_go}, consecutive_failures = consecutive_failures + 1,
         error_class = :error_class, error_code = :code, error_type = :error_type,
         error_message = :error_message,
         verdict = CASE WHEN :error_class = 'unrecoverable' THEN 'unrecoverable'
@@ -440,23 +443,23 @@ _FAIL_SLICE = _statement("""
             THEN (1 << {least}(consecutive_failures, 20)) ELSE 1 END)}, {fold}, {counts}
     WHERE {owned} RETURNING {columns}""")
 _RELEASE_LEASE = _statement("""
-    UPDATE {job} AS j SET {let_go}, next_run_at = {after :delay}, {fold}
+    UPDATE {job} SET {let_go}, next_run_at = {after :delay}, {fold}
     WHERE {owned} RETURNING {columns}""")
 
 _COMPLETE = _statement("""
-    UPDATE {job} AS j SET status = 'completed', {end}, result = :result, error_class = NULL,
+    UPDATE {job} SET status = 'completed', {end}, result = :result, error_class = NULL,
         error_code = NULL, error_type = NULL, error_message = NULL, {counts}
     WHERE {owned} AND verdict IS NULL RETURNING {columns}""")
 # By epoch alone: the failing path has let the lease go before it decides.
 _FAIL_TERMINAL = _statement("""
-    UPDATE {job} AS j SET status = 'failed', {end}, {fold},
+    UPDATE {job} SET status = 'failed', {end}, {fold},
         parked_at = CASE WHEN :parked THEN {now} END,
         error_class = coalesce(:error_class, error_class, 'terminal'),
         error_code = coalesce(:code, error_code), error_type = coalesce(:error_type, error_type),
         error_message = coalesce(:error_message, error_message)
     WHERE id = :id AND status = 'running' AND lease_epoch = :epoch RETURNING {columns}""")
 _CANCEL_RUNNING = _statement("""
-    UPDATE {job} AS j SET {cancel}, {counts}
+    UPDATE {job} SET {cancel}, {counts}
     WHERE id = :id AND status = 'running' AND lease_epoch = :epoch RETURNING {columns}""")
 
 _REQUEST_CANCEL = _statement(
@@ -465,10 +468,10 @@ _REQUEST_CANCEL = _statement(
         SELECT id AS target_id FROM {job} WHERE id = :id AND (:any OR {in_scope})
             AND status IN ('held', 'pending', 'running') {skip_locked}),
     stamped AS (
-        UPDATE {job} AS j SET cancelled_by_id = CASE WHEN j.cancel_requested_at IS NULL THEN :user
-                ELSE j.cancelled_by_id END,
-            cancel_requested_at = coalesce(j.cancel_requested_at, {now})
-        FROM target WHERE j.id = target.target_id RETURNING j.id),
+        UPDATE {job} SET cancelled_by_id = CASE WHEN {job}.cancel_requested_at IS NULL THEN :user
+                ELSE {job}.cancelled_by_id END,
+            cancel_requested_at = coalesce({job}.cancel_requested_at, {now})
+        FROM target WHERE {job}.id = target.target_id RETURNING {job}.id),
     posted AS (
         INSERT INTO durable_jobs_cancelrequest (job_id, requested_at, actor, actor_user_id, reason)
         SELECT id, {now}, :actor, :user, :reason FROM {job}
@@ -476,58 +479,58 @@ _REQUEST_CANCEL = _statement(
             AND NOT EXISTS (SELECT 1 FROM target) RETURNING job_id)
     SELECT 'stamped' FROM stamped UNION ALL SELECT 'posted' FROM posted""",
     """
-    UPDATE {job} AS j SET cancelled_by_id = CASE WHEN j.cancel_requested_at IS NULL THEN :user
-            ELSE j.cancelled_by_id END,
-        cancel_requested_at = coalesce(j.cancel_requested_at, {now})
+    UPDATE {job} SET cancelled_by_id = CASE WHEN {job}.cancel_requested_at IS NULL THEN :user
+            ELSE {job}.cancelled_by_id END,
+        cancel_requested_at = coalesce({job}.cancel_requested_at, {now})
     WHERE id = :id AND (:any OR {in_scope}) AND status IN ('held', 'pending', 'running')
     RETURNING 'stamped'""",
 )
 _FOLD_CANCEL = _statement("""
-    UPDATE {job} AS j SET {fold}
+    UPDATE {job} SET {fold}
     WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.status IN ('held', 'pending', 'running')
         {skip_locked}) AND {mailbox} RETURNING {columns}""")
 _EMPTY_MAILBOX = _statement("DELETE FROM durable_jobs_cancelrequest WHERE job_id = :id")
 _CANCEL_WAITING = _statement("""
-    UPDATE {job} AS j SET {cancel}
+    UPDATE {job} SET {cancel}
     WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id
         AND (c.status IN ('held', 'pending') OR (c.status = 'running' AND c.lease_owner IS NULL))
         {skip_locked})
     AND (cancel_requested_at IS NOT NULL OR {mailbox}) RETURNING {columns}""")
 _CANCELLING = _statement("""
     SELECT id, kind, tenant_id, status, lease_owner, lease_epoch, lease_expires_at, cancel_requested_at
-    FROM {job} j WHERE cancel_requested_at IS NOT NULL AND finished_at IS NULL
+    FROM {job} WHERE cancel_requested_at IS NOT NULL AND finished_at IS NULL
         AND (status <> 'running' OR lease_owner IS NULL OR lease_expires_at < {before :grace})
         AND id > :after_id ORDER BY id LIMIT 100""")
 
 _ORPHANS = _statement("""
     SELECT id, kind, tenant_id, organization_id, lease_owner, lease_epoch, lease_expires_at,
         cancel_requested_at IS NOT NULL OR {mailbox}, verdict, redrives_since_commit, {overdue}
-    FROM {job} j WHERE status = 'running' AND lease_owner IS NOT NULL
+    FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL
         AND lease_expires_at < {before :grace} AND id > :after_id ORDER BY id LIMIT 100""")
 _TAKE_ORPHAN = _statement("""
-    UPDATE {job} AS j SET status = 'pending', {let_go}, lease_epoch = lease_epoch + 1,
+    UPDATE {job} SET status = 'pending', {let_go}, lease_epoch = lease_epoch + 1,
         redrives = redrives + 1, redrives_since_commit = redrives_since_commit + 1,
         pending_since = {now}, next_run_at = {after :delay}
     WHERE {orphan} AND cancel_requested_at IS NULL AND verdict IS NULL AND NOT {mailbox}
     RETURNING {columns}""")
 _PARK_ORPHAN = _statement("""
-    UPDATE {job} AS j SET status = 'failed', {end}, parked_at = {now}, error_code = :code,
+    UPDATE {job} SET status = 'failed', {end}, parked_at = {now}, error_code = :code,
         error_class = coalesce(error_class, 'terminal'),
         error_message = coalesce(error_message, :message)
     WHERE {orphan} AND cancel_requested_at IS NULL AND NOT {mailbox} RETURNING {columns}""")
 _CANCEL_ORPHAN = _statement("""
-    UPDATE {job} AS j SET {cancel}
+    UPDATE {job} SET {cancel}
     WHERE {orphan} AND (cancel_requested_at IS NOT NULL OR {mailbox}) RETURNING {columns}""")
 _DEAD_LEASES = _statement("""
     SELECT id, kind, tenant_id, organization_id, lease_owner, lease_epoch, lease_expires_at,
         cancel_requested_at IS NOT NULL OR {mailbox}, verdict, redrives_since_commit, {overdue}
-    FROM {job} j WHERE status = 'running' AND lease_owner = :owner""")
+    FROM {job} WHERE status = 'running' AND lease_owner = :owner""")
 _MAILED = _statement("""
-    SELECT DISTINCT m.job_id FROM durable_jobs_cancelrequest m JOIN {job} j ON j.id = m.job_id
-    WHERE j.status IN ('held', 'pending', 'running') AND m.job_id > :after_id ORDER BY m.job_id LIMIT 100""")
+    SELECT DISTINCT m.job_id FROM durable_jobs_cancelrequest m JOIN {job} ON {job}.id = m.job_id
+    WHERE {job}.status IN ('held', 'pending', 'running') AND m.job_id > :after_id ORDER BY m.job_id LIMIT 100""")
 
 _REDRIVE = _statement("""
-    UPDATE {job} AS j SET status = 'pending', {let_go}, lease_epoch = lease_epoch + 1,
+    UPDATE {job} SET status = 'pending', {let_go}, lease_epoch = lease_epoch + 1,
         redrives = redrives + 1, pending_since = {now}, next_run_at = {after :delay},
         redrives_since_commit = 0, lost_deliveries = 0, consecutive_failures = 0, mirror_attempts = 0,
         verdict = NULL, parked_at = NULL, error_class = NULL, error_code = NULL, error_type = NULL,
@@ -590,10 +593,8 @@ def _uuid(value: Any) -> UUID:
 
 
 def _moment(connection: BaseDatabaseWrapper, value: Any) -> datetime:
-    if isinstance(value, datetime):
-        return value
-    converted = datetime.fromisoformat(value)
-    return converted.replace(tzinfo=connection.timezone)
+    moment = value if isinstance(value, datetime) else datetime.fromisoformat(value)
+    return moment if moment.tzinfo else moment.replace(tzinfo=connection.timezone)
 
 
 def get(job_id: UUID) -> Job | None:
@@ -800,14 +801,14 @@ def write_checkpoint(
             keep_checkpoint=checkpoint is KEEP,
             checkpoint=None if checkpoint is KEEP else checkpoint,
         )
-    return bool(rows[0][0]) if rows else None
+    return rows[0][0] is not None if rows else None
 
 
 def set_progress(lease: Lease, counts: Counts) -> bool | None:
     """running → running: counts and message; renews nothing. Answers as `write_checkpoint`."""
     with database.statement(database.alias(), what="progress") as connection:
         rows = _SET_PROGRESS.run(connection, **_named(lease), **_laid_over(counts))
-    return bool(rows[0][0]) if rows else None
+    return rows[0][0] is not None if rows else None
 
 
 # --- the end of a slice ---------------------------------------------------------------------------------
