@@ -4,7 +4,7 @@ A *refusal* (`Refusal`) means that nothing was changed. It carries a stable `cod
 sentence for people that names what was wrong, the value and the way out. The constructors take facts
 and write the sentence; the facts stay readable as attributes.
 
-Every error can be pickled.
+Every error can be pickled; facts that are no plain values then become text.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ UNKNOWN_ERROR = "Unknown error"
 T = TypeVar("T")
 
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+_PLAIN = (str, int, float, UUID, type(None))
 _MARK_LENGTH = 60  # room for the mark of `cut`
 
 
@@ -56,7 +57,7 @@ class DurableJobsError(Exception):
     code: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
+        return _rebuild, (type(self), self.args, _portable(self.__dict__))
 
 
 class Refusal(DurableJobsError):
@@ -142,7 +143,7 @@ class LeaseLost(BaseException):
         super().__init__(f"The lease of {owner} on job {job_id} is lost.")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
+        return _rebuild, (type(self), self.args, _portable(self.__dict__))
 
 
 # Refusals of input and identity
@@ -160,10 +161,6 @@ class InvalidInput(Refusal, ValueError):
     def __init__(self, field: str, value: object, problem: str, way_out: str) -> None:
         self.field, self.value, self.problem, self.way_out = field, value, problem, way_out
         super().__init__(f"{field} {problem} (given: {shown(value)}). {way_out}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The refused value may be anything, also something that cannot be pickled.
-        return _rebuild, (type(self), self.args, {**self.__dict__, "value": shown(self.value)})
 
 
 class ScopeMismatch(Refusal):
@@ -283,8 +280,8 @@ class UnknownKind(Refusal):
     code = "unknown_kind"
 
     def __init__(self, name: object, known: Collection[str] = ()) -> None:
-        self.name, self.known = name, tuple(sorted(known))
-        known_here = f"Known here: {', '.join(self.known)}." if self.known else "No kind is known here."
+        self.name = name
+        known_here = f"Known here: {', '.join(sorted(known))}." if known else "No kind is known here."
         super().__init__(
             f"kind {shown(name)} is not registered in this process. {known_here} "
             "Kinds are found in the modules that DURABLE_JOBS['DISCOVER'] names in every installed app."
@@ -414,7 +411,7 @@ class HookFailed(DurableJobsError):
         self.job_id, self.kind, self.status, self.error = job_id, kind, status, error
         super().__init__(
             f"A hook of kind {kind} failed while job {job_id} became {status}; nothing was changed: "
-            f"{type(error).__name__}: {shown(str(error))}"
+            f"{type(error).__name__}: {shown(_message(error))}"
         )
 
 
@@ -545,6 +542,10 @@ def _asked(ask: Callable[[], T], otherwise: T) -> T:
         return ask()
     except BaseException:
         return otherwise
+
+
+def _portable(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: fact if isinstance(fact, _PLAIN) else shown(fact) for name, fact in facts.items()}
 
 
 def _rebuild(cls: type[BaseException], args: tuple[Any, ...], facts: dict[str, Any]) -> BaseException:
