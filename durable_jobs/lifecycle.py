@@ -191,7 +191,7 @@ def _record_cancelled(actor: str, job: Job, worker_gone: bool = False) -> None:
 def _count_failed_hook(job: Job, epoch: int, error: BaseException) -> None:
     """After the rollback, on the same connection: a second one would wait for the first for ever."""
     facts = describe(error)
-    log("terminal_mirror_failed", job, level=logging.ERROR, status=job.status, exc_info=error)
+    log("terminal_mirror_failed", job, level=logging.ERROR, status=job.status, error=error)
     try:
         with database.joined(database.alias()):
             counted = store.bump_mirror_attempts(job.id, epoch)
@@ -203,8 +203,8 @@ def _count_failed_hook(job: Job, epoch: int, error: BaseException) -> None:
                 message=facts.message,
                 traceback=facts.traceback,
             )
-    except Exception:
-        log("mirror_not_counted", job, level=logging.ERROR, exc_info=True)
+    except Exception as second:
+        log("mirror_not_counted", job, level=logging.ERROR, error=second)
         return
     if counted and job.mirror_attempts + 1 >= MIRROR_STUCK_AFTER:
         log("mirror_stuck", job, level=logging.ERROR, mirror_attempts=job.mirror_attempts + 1)
@@ -227,5 +227,5 @@ def _after_redrive(kind: Kind, job: Job) -> None:
 def _after(hook: Callable[[Job], None], job: Job) -> None:
     try:
         hook(job)
-    except Exception:
-        log("after_hook_failed", job, level=logging.ERROR, hook=hook.__name__, exc_info=True)
+    except Exception as error:
+        log("after_hook_failed", job, level=logging.ERROR, hook=hook.__name__, error=error)
