@@ -215,8 +215,9 @@ def _snippets(vendor: str) -> Mapping[str, str]:
             pending_since = NULL, next_run_at = NULL, updated_at = {now}, {fold}""",
         # B49: an ordinary expired lease, not none, so that every reader of expiry sees the same thing.
         "let_go": "lease_owner = NULL, lease_expires_at = {now}, updated_at = {now}",
-        "end": """lease_owner = NULL, lease_expires_at = {now}, next_run_at = NULL, pending_since = NULL,
-            finished_at = {now}, domain_mirrored_at = {now}, updated_at = {now}""",
+        "end": "{end_unmirrored}, domain_mirrored_at = {now}",
+        "end_unmirrored": """lease_owner = NULL, lease_expires_at = {now}, next_run_at = NULL,
+            pending_since = NULL, finished_at = {now}, updated_at = {now}""",
         "cancel": """status = 'cancelled', {end}, verdict = NULL,
             cancel_requested_at = coalesce({job}.cancel_requested_at,
                 (SELECT min(m.requested_at) FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id), {now}),
@@ -545,6 +546,16 @@ _REDRIVE = _statement("""
         AND (:forced OR c.verdict IS NULL OR c.verdict <> 'unrecoverable') {skip_locked})
     RETURNING {columns}""")
 
+_SETTLE = _statement("""
+    UPDATE {job} SET {end_unmirrored}, verdict = CASE WHEN {requested} IS NULL THEN verdict END,
+        status = CASE WHEN {requested} IS NULL THEN 'failed' ELSE 'cancelled' END,
+        cancel_requested_at = {requested}, error_class = coalesce(error_class, 'terminal')
+    WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND (:any OR (c.tenant_id = :tenant
+            AND coalesce(c.organization_id, '') = coalesce(:organization, ''))) AND c.mirror_attempts > 0
+        AND (c.status IN ('held', 'pending') OR (c.status = 'running' AND (c.lease_owner IS NULL
+            OR c.lease_expires_at < {before :grace}))) {skip_locked})
+    RETURNING {columns}""")
+
 _BUMP_MIRROR = _statement("""
     UPDATE {job} SET mirror_attempts = mirror_attempts + 1
     WHERE id = :id AND status IN ('held', 'pending', 'running', 'failed') AND lease_epoch = :epoch""")
@@ -565,6 +576,18 @@ _WORKER_STARTED = _statement("""
 _WORKER_BEAT = _statement("UPDATE durable_jobs_worker SET beat_at = {now} WHERE owner = :owner")
 _WORKER_STOPPED = _statement("DELETE FROM durable_jobs_worker WHERE owner = :owner")
 _FORGET_WORKERS = _statement("DELETE FROM durable_jobs_worker WHERE beat_at < {before :grace}")
+
+_PAUSE = _statement("""
+    INSERT INTO durable_jobs_pause (queue_name, kind, tenant_id, reason, actor, since)
+    VALUES (:queue, :kind, :tenant, :reason, :actor, {now})
+    ON CONFLICT (queue_name, kind, tenant_id) DO UPDATE SET reason = excluded.reason, actor = excluded.actor""")
+_UNPAUSE = _statement("""
+    DELETE FROM durable_jobs_pause WHERE queue_name = :queue AND kind = :kind AND tenant_id = :tenant""")
+_LEASED = _statement("""
+    SELECT count(*) FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL
+        AND lease_expires_at >= {now} AND (:queue = '' OR queue_name = :queue) AND (:kind = '' OR kind = :kind)
+        AND (:tenant = '' OR tenant_id = :tenant)""")
+_NOW = _statement("SELECT {now}")
 
 _UNFINISHED = _statement(
     """SELECT 1 FROM {job} WHERE status IN ('pending', 'running') AND queue_name = ANY(:queues)
@@ -1011,6 +1034,13 @@ def redrive(
         return BUSY
 
 
+def settle(job_id: UUID, *, scope: Scope | None, grace: float) -> Job | None:
+    """A live job whose hooks failed → cancelled, if that was requested, else failed; not marked as mirrored."""
+    connection = database.connection()
+    job = _one(connection, _SETTLE.run(connection, id=job_id, **_in(scope), grace=grace))
+    return _emptied(connection, job)
+
+
 def bump_mirror_attempts(job_id: UUID, epoch: int) -> bool:
     """Count a failed hook, on the connection whose savepoint has just been rolled back."""
     connection = database.connection()
@@ -1096,6 +1126,30 @@ def forget_workers(silent_seconds: float) -> None:
     """Take processes off the screen that have been silent for so long."""
     with database.statement(database.alias(), what="forget_workers") as connection:
         _FORGET_WORKERS.run(connection, grace=silent_seconds)
+
+
+def pause(*, queue: str = "", kind: str = "", tenant: str = "", reason: str, actor: str) -> None:
+    """Stop new claims of what matches (blank matches everything); again: the reason is replaced."""
+    with _joining(database.alias()) as connection:
+        _PAUSE.run(connection, queue=queue, kind=kind, tenant=tenant, reason=reason, actor=actor)
+
+
+def unpause(*, queue: str = "", kind: str = "", tenant: str = "") -> bool:
+    """Take away the pause of exactly this queue, kind and tenant; False when there is none."""
+    with _joining(database.alias()) as connection:
+        return _UNPAUSE.count(connection, queue=queue, kind=kind, tenant=tenant) > 0
+
+
+def leased(*, queue: str = "", kind: str = "", tenant: str = "") -> int:
+    """How many matching jobs are running under a live lease."""
+    connection = database.connection()
+    return int(_LEASED.run(connection, queue=queue, kind=kind, tenant=tenant)[0][0])
+
+
+def now() -> datetime:
+    """The database's clock, which judges leases and schedules."""
+    connection = database.connection()
+    return _moment(connection, _NOW.run(connection)[0][0])
 
 
 # --- parameters -----------------------------------------------------------------------------------------
