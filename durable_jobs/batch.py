@@ -100,7 +100,7 @@ class BatchKind(Kind):
             source.close()
 
     def before_batch(self, ctx: SliceContext, batch: list[Any]) -> Any:
-        """Outside the transaction: fetch, call, wait. Its value is `ctx.prepared`; a `Yield` ends the slice."""
+        """Fetch, call, wait, outside the transaction. Its value is `ctx.prepared`; `Yield` ends the slice."""
 
     def process(self, ctx: SliceContext, batch: list[Any]) -> None:
         """Work on a batch inside its transaction, which commits the cursor. Never sleep or call out here."""
@@ -428,7 +428,7 @@ class _Slice:
             raise Park(
                 "cursor_version",
                 f"The checkpoint was written {written}; this kind has cursor_version = "
-                f"{self.kind.cursor_version} and no migrate_cursor. Define it, or redrive the job from the start.",
+                f"{self.kind.cursor_version} and no migrate_cursor. Define it, or redrive from the start.",
             )
         cursor = self.kind.migrate_cursor(version, position.cursor)
         end = None if position.end is None else self.kind.migrate_cursor(version, position.end)
@@ -446,8 +446,8 @@ class _Slice:
             return
         raise Park(
             "cursor_version",
-            f"The checkpoint {problem}. Restore the order; or raise cursor_version and define migrate_cursor; "
-            "or redrive the job from the start.",
+            f"The checkpoint {problem}. Restore the order; or raise cursor_version and define migrate_cursor, "
+            "or redrive from the start.",
         )
 
 
@@ -589,7 +589,7 @@ class _Rows:
         if entries and entries[0].key == after:
             raise _refused(
                 f"The database gives {shown(after)} again as coming after itself, so its values do not come "
-                f"back exactly. Order {self._rows.model._meta.label} by another column than one of {self.names}."
+                f"back exactly. Order {self._rows.model._meta.label} by other columns than {self.names}."
             )
         return entries
 

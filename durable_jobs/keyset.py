@@ -2,7 +2,9 @@
 
 An `Order` is the QuerySet's own ordering, made unique with the primary key. It says which rows lie beyond a
 key and which up to a key, in the way that both databases sort, NULLs included. A *key* is the list of a row's
-values in that order; `encode` and `decode` carry it through JSON without loss.
+values in that order, as the database driver gives and takes them: what a field makes of a value need not come
+back to the same place (on SQLite a Decimal is rounded, and equal times are stored as unequal texts). `encode`
+and `decode` carry a key through JSON without loss.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ from durable_jobs.exceptions import shown
 Key = list[Any]
 """The values of one row in the order's sequence."""
 
-LOADED: Final = "durable_jobs_key_"
-"""Prefix of the annotations that carry those values of a key that the row itself does not hold."""
+BESIDE: Final = "durable_jobs_key_"
+"""Prefix of the annotations that carry those values of a key that the row itself does not hold as they are."""
+
+EXACT_FIELDS: Final = (models.IntegerField, models.CharField, models.TextField)
+"""Fields whose value on the row is the stored value."""
 
 
 class Unordered(ValueError):
@@ -47,6 +52,12 @@ class Column:
         return "__" in self.path
 
     @property
+    def is_exact(self) -> bool:
+        """Whether the row holds the stored value."""
+        field = self.field.target_field if isinstance(self.field, models.ForeignKey) else self.field
+        return not self.is_foreign and isinstance(field, EXACT_FIELDS) and not hasattr(field, "from_db_value")
+
+    @property
     def is_unique(self) -> bool:
         return not self.is_foreign and not self.nullable and (self.field.unique or self.field.primary_key)
 
@@ -64,13 +75,13 @@ class Column:
         return OrderBy(F(self.path), descending=self.descending, **nulls)
 
     def equal(self, value: Any) -> Q:
-        return Q(**{f"{self.path}__isnull": True}) if value is None else Q(**{self.path: value})
+        return Q(**{f"{self.path}__isnull": True}) if value is None else Q(**{self.path: _given(value)})
 
     def beyond(self, value: Any) -> Q | None:
         """The rows whose value sorts after this one; None where there can be none."""
         if value is None:
             return None if self.nulls_last else Q(**{f"{self.path}__isnull": False})
-        after = Q(**{f"{self.path}__{'lt' if self.descending else 'gt'}": value})
+        after = Q(**{f"{self.path}__{'lt' if self.descending else 'gt'}": _given(value)})
         return after | Q(**{f"{self.path}__isnull": True}) if self.nullable and self.nulls_last else after
 
 
@@ -94,12 +105,14 @@ class Order:
     def sort(self, rows: models.QuerySet[Any], *, backwards: bool = False) -> models.QuerySet[Any]:
         """The rows in this order, or in its reverse, with what `key` needs."""
         columns = [column.reversed() if backwards else column for column in self.columns]
-        beside = {f"{LOADED}{index}": F(column.path) for index, column in self._beside()}
+        beside = {f"{BESIDE}{index}": Stored(F(column.path)) for index, column in self._beside()}
+        if not rows.query.standard_ordering:
+            rows = rows.reverse()  # else it would turn this order, too
         return rows.annotate(**beside).order_by(*(column.expression() for column in columns))
 
     def key(self, row: models.Model) -> Key:
         """The key of a row that `sort` has read; called once, because it takes away what was read beside."""
-        beside = {index: row.__dict__.pop(f"{LOADED}{index}") for index, _ in self._beside()}
+        beside = {index: row.__dict__.pop(f"{BESIDE}{index}") for index, _ in self._beside()}
         return [
             _plain(beside[index] if index in beside else getattr(row, column.path))
             for index, column in enumerate(self.columns)
@@ -119,7 +132,7 @@ class Order:
         return self._beyond(backwards, key) | _all_equal(self.columns, key)
 
     def _beside(self) -> Iterator[tuple[int, Column]]:
-        return ((i, column) for i, column in enumerate(self.columns) if self.loads or column.is_foreign)
+        return ((i, column) for i, column in enumerate(self.columns) if self.loads or not column.is_exact)
 
     def _compares_whole_rows(self) -> bool:
         # Worth a form of its own: databases walk an index by it, where a chain of ORs over equal first values
@@ -128,10 +141,9 @@ class Order:
         return len(self.columns) > 1 and len(directions) == 1 and not any(c.nullable for c in self.columns)
 
     def _whole_row(self, operator: str, key: Key) -> RowComparison:
-        values = (
-            Value(value, output_field=_stored(c.field)) for c, value in zip(self.columns, key, strict=True)
+        return RowComparison(
+            *(F(column.path) for column in self.columns), *map(_given, key), operator=operator
         )
-        return RowComparison(*(F(column.path) for column in self.columns), *values, operator=operator)
 
     def _beyond(self, columns: Sequence[Column], key: Key) -> Q:
         beyond = Q(pk__in=[])
@@ -144,6 +156,17 @@ class Order:
             return beyond
         # Says nothing new, but lets an index on the first column skip what was read.
         return (first | columns[0].equal(key[0])) & beyond
+
+
+class Stored(Func):
+    """A column's value as the driver gives it, without what its field makes of it."""
+
+    template = "%(expressions)s"
+    output_field = models.Field()
+
+    def as_sqlite(self, compiler: Any, connection: BaseDatabaseWrapper, **extra: Any) -> Any:
+        # The sign changes nothing but that the value is no longer a column, which the driver would convert.
+        return self.as_sql(compiler, connection, template="(+%(expressions)s)", **extra)
 
 
 class RowComparison(Func):
@@ -177,8 +200,8 @@ def _plain(value: Any) -> Any:
     return bytes(value) if isinstance(value, memoryview) else value
 
 
-def _stored(field: models.Field[Any, Any]) -> models.Field[Any, Any]:
-    return field.target_field if isinstance(field, models.ForeignKey) else field
+def _given(value: Any) -> Value:
+    return Value(value, output_field=models.Field())
 
 
 # From a QuerySet to its order.
