@@ -156,7 +156,7 @@ class Waiting(NamedTuple):
 
 
 def _user_type() -> str:
-    field = Job._meta.get_field("created_by")
+    field: Any = Job._meta.get_field("created_by")
     return field.target_field.rel_db_type(connections[database.alias()])
 
 
