@@ -338,6 +338,19 @@ class NotCancellable(Refusal):
         super().__init__(f"Job {job_id} is {status} already: there is nothing left to cancel.")
 
 
+class NotSettleable(Refusal):
+    """The job is not one that only its hooks keep from ending."""
+
+    code = "not_settleable"
+
+    def __init__(self, job_id: UUID, status: str, mirror_attempts: int) -> None:
+        self.job_id, self.status, self.mirror_attempts = job_id, status, mirror_attempts
+        super().__init__(
+            f"Job {job_id} is {status}, and its hooks have failed {mirror_attempts} times: there is nothing to settle. "
+            "Settling is for live jobs that do not run and whose hooks have failed."
+        )
+
+
 class Busy(Refusal):
     """The job's row is locked just now."""
 

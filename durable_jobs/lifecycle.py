@@ -70,17 +70,17 @@ def cancel(
 
 def cancel_waiting(kind: Kind | None, job_id: UUID, *, actor: str = "") -> Job | None:
     """pending, held, or waiting for a retry → cancelled, if that was requested. No kind: no hooks."""
-    return _end(
-        kind, partial(store.cancel_waiting, job_id), "job_cancelled", partial(_record_cancelled, actor)
-    )
+    record = partial(_record_cancelled, actor, hooks_skipped=kind is None)
+    return _end(kind, partial(store.cancel_waiting, job_id), "job_cancelled", record)
 
 
 def cancel_orphan(
     kind: Kind | None, orphan: Orphan, *, grace: float, dead: bool = False, actor: str = ""
 ) -> Job | None:
-    """An orphan with a cancel request → cancelled."""
+    """An orphan with a cancel request → cancelled. No kind: no hooks."""
     transition = partial(store.cancel_orphan, orphan, grace=grace, dead=dead)
-    return _end(kind, transition, "job_cancelled", partial(_record_cancelled, actor, worker_gone=True))
+    record = partial(_record_cancelled, actor, worker_gone=True, hooks_skipped=kind is None)
+    return _end(kind, transition, "job_cancelled", record)
 
 
 def park_orphan(
@@ -93,10 +93,11 @@ def park_orphan(
     dead: bool = False,
     actor: str = "",
 ) -> Job | None:
-    """An orphan → failed and parked with `code`."""
+    """An orphan → failed and parked with `code`. No kind: no hooks."""
 
     def record(job: Job) -> None:
-        store.add_event(job, "parked", owner=orphan.owner, actor=actor, code=code, message=message)
+        data = {"hooks_skipped": True} if kind is None else None
+        store.add_event(job, "parked", owner=orphan.owner, actor=actor, code=code, message=message, data=data)
 
     transition = partial(store.park_orphan, orphan, grace=grace, code=code, message=message, dead=dead)
     return _end(kind, transition, "job_parked", record)
@@ -173,7 +174,9 @@ def _require_agreement(job: Job, answer: object, hook: str) -> None:
         raise DomainMirrorMismatch(job, answer, hook)
 
 
-def _record_cancelled(actor: str, job: Job, worker_gone: bool = False) -> None:
+def _record_cancelled(
+    actor: str, job: Job, *, worker_gone: bool = False, hooks_skipped: bool = False
+) -> None:
     requested, ended = job.cancel_requested_at, job.finished_at
     waited = (ended - requested).total_seconds() if requested and ended else 0.0
     store.add_event(
@@ -184,6 +187,7 @@ def _record_cancelled(actor: str, job: Job, worker_gone: bool = False) -> None:
             "seconds_since_request": round(max(waited, 0.0), 3),
             "processed": job.processed_count,
             "worker_gone": worker_gone,
+            "hooks_skipped": hooks_skipped,
         },
     )
 

@@ -28,7 +28,12 @@ def tell(
 
 
 def log(
-    event: str, job: Any = None, *, level: int = logging.INFO, error: BaseException | None = None, **facts: Any
+    event: str,
+    job: Any = None,
+    *,
+    level: int = logging.INFO,
+    error: BaseException | None = None,
+    **facts: Any,
 ) -> None:
     """`tell` with a job's id and kind among the facts; facts that are None or empty are left out."""
     if job is not None:

@@ -7,6 +7,7 @@ caller's transaction usable. Everything reads the database that jobs are written
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from durable_jobs.exceptions import (
     NotCancellable,
     NotFound,
     NotRedrivable,
+    NotSettleable,
     Refusal,
     RestartNotAllowed,
     UnknownKind,
@@ -48,9 +50,13 @@ __all__ = [
     "Started",
     "cancel",
     "get",
+    "pause",
     "redrive",
+    "running_under",
+    "settle_without_hooks",
     "start",
     "start_many",
+    "unpause",
 ]
 
 
@@ -64,6 +70,8 @@ ALL_SCOPES: Final = AllScopes.ALL_SCOPES
 
 KEY_LENGTH: Final = 200
 SCOPE_LENGTH: Final = 64
+QUEUE_LENGTH: Final = 100
+REASON_LENGTH: Final = 2000
 EARLIEST_RUN: Final = datetime(2000, 1, 1, tzinfo=UTC)
 LONGEST_SCHEDULE: Final = timedelta(days=3660)
 LONGEST_REDRIVE_DELAY: Final = 366 * 86_400.0
@@ -298,6 +306,56 @@ def redrive(
     return job
 
 
+def settle_without_hooks(
+    job_id: UUID | str, *, actor: Any, reason: str, scope: Scope | AllScopes | None = None
+) -> Job:
+    """End a job whose hooks can never succeed, without them: `cancelled` if that was requested, else `failed`.
+
+    The project's own row stays as it is, and the job is not marked as mirrored. Both `actor` and `reason` are
+    kept in the job's history. Raises `NotFound`, `InvalidInput` (no reason), `NotSettleable`.
+    """
+    why = _text("reason", reason, REASON_LENGTH, "Say why the project's row is left as it is.")
+    who = _actor(actor)
+    job_uuid, wanted = _required_id(job_id), _scope(scope)
+    with database.joined(database.alias()):
+        job = store.settle(job_uuid, scope=wanted, grace=config.GRACE)
+        if job is None:
+            now = get(job_uuid, scope=scope)
+            if now is None:
+                raise NotFound(job_id)
+            raise NotSettleable(now.id, now.status, now.mirror_attempts)
+        store.add_event(job, "settled_without_hooks", actor=who.text, actor_id=who.id, reason=why)
+    log("settled_without_hooks", job, level=logging.WARNING, actor=who.text)
+    return job
+
+
+def pause(*, queue: str = "", kind: str = "", tenant: str = "", reason: str, actor: Any = "") -> None:
+    """Stop new claims of a queue, a kind, a tenant, or (all blank) of everything, until `unpause`.
+
+    Running slices are asked to yield at their next boundary, which counts no failure. Starting stays allowed.
+    Raises `InvalidInput` for a blank reason or a name too long. A kind need not be known here.
+    """
+    why = _text("reason", reason, REASON_LENGTH, "Say why, for whoever finds the work standing.")
+    who = _actor(actor)
+    store.pause(**_pause_of(queue, kind, tenant), reason=why, actor=who.text)
+    log("paused", level=logging.WARNING, queue=queue, kind_=kind, tenant=tenant, actor=who.text)
+
+
+def unpause(*, queue: str = "", kind: str = "", tenant: str = "", actor: Any = "") -> bool:
+    """Take away the pause of exactly this queue, kind and tenant, and wake the workers; False: there was none."""
+    who = _actor(actor)
+    ended = store.unpause(**_pause_of(queue, kind, tenant))
+    if ended:
+        transports.current().wake()
+        log("unpaused", level=logging.WARNING, queue=queue, kind_=kind, tenant=tenant, actor=who.text)
+    return ended
+
+
+def running_under(*, queue: str = "", kind: str = "", tenant: str = "") -> int:
+    """How many matching jobs still run under a live lease: 0 when a pause has taken full effect."""
+    return store.leased(**_pause_of(queue, kind, tenant))
+
+
 # --- starting -------------------------------------------------------------------------------------------
 
 
@@ -446,6 +504,21 @@ def _prepare(
         delay=delay,
     )
     return _Ready(new, known, if_locked)
+
+
+def _pause_of(queue: str, kind: str, tenant: str) -> dict[str, str]:
+    def part(field: str, value: str, most: int) -> str:
+        return (
+            _text(field, value, most, f"Use at most {most} characters, or leave it blank for all.")
+            if value
+            else ""
+        )
+
+    return {
+        "queue": part("queue", queue, QUEUE_LENGTH),
+        "kind": part("kind", kind, KEY_LENGTH),
+        "tenant": part("tenant", tenant, SCOPE_LENGTH),
+    }
 
 
 def _text(field: str, value: object, limit: int, way_out: str) -> str:

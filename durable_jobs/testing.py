@@ -158,7 +158,7 @@ def make_job(
     assert isinstance(claimed, Job)
     lease = Lease(job.id, who, claimed.lease_epoch, lease_seconds)
     facts = ErrorFacts(ErrorClass.TRANSIENT, None, "ValueError", "made for a test", "")
-    failing = {"first_delay": 0.0, "longest_delay": 0.0, "exponential": False}
+    failing: dict[str, Any] = {"first_delay": 0.0, "longest_delay": 0.0, "exponential": False}
     match status:
         case "running" | "expired":
             return claimed
