@@ -25,3 +25,21 @@ def tell(
     words = [event, *(f"{name}={value}" for name, value in fields.items())]
     text = " ".join(words) + (f": {sentence}" if sentence else "")
     logger.log(level, "%s", text, exc_info=error, extra={"event": event, **fields})
+
+
+def log(
+    event: str,
+    job: Any = None,
+    *,
+    level: int = logging.INFO,
+    error: BaseException | None = None,
+    **facts: Any,
+) -> None:
+    """`tell` with a job's id and kind among the facts; facts that are None or empty are left out."""
+    if job is not None:
+        facts = {"job_id": job.id, "kind": job.kind, **facts}
+    given = {name: value for name, value in facts.items() if value is not None and value != ""}
+    tell(_logger, level, event, error=error, **given)
+
+
+_logger = logging.getLogger("durable_jobs.jobs")
