@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from django.apps import AppConfig
+from django.utils.translation import gettext_lazy as _
+
+
+class DurableJobsConfig(AppConfig):
+    name = "durable_jobs"
+    label = "durable_jobs"
+    verbose_name = _("Durable jobs")
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        from durable_jobs import checks, kinds
+
+        checks.register()
+        kinds.discover()

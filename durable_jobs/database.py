@@ -1,0 +1,425 @@
+"""How a statement reaches the database: alias, own transactions, the SQLite writer lock, one text per vendor.
+
+SQLite has one writer per file and its busy handler has no queue: a steady writer starves everybody else
+for seconds. So the transactions that this package opens pass one first-in-first-out lock per file and
+process, taken only *before* BEGIN, never inside an open transaction.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from django.apps import apps
+from django.db import InterfaceError, OperationalError, connections, router
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import Atomic
+from django.db.utils import DatabaseError
+
+from durable_jobs.exceptions import TransactionOwned
+
+logger = logging.getLogger("durable_jobs")
+
+JOB_TABLE = "durable_jobs_job"
+BEGIN_RETRY_SECONDS = 0.001
+BUSY_WINDOW_SECONDS = 1.0
+BUSY_LIMIT_SECONDS = 0.7
+REST_SECONDS = 0.11
+"""A little longer than the longest nap of SQLite's busy handler (100 ms)."""
+
+
+def alias() -> str:
+    """The database alias that job rows are written to."""
+    return router.db_for_write(apps.get_model("durable_jobs", "Job"))
+
+
+def connection(using: str | None = None) -> BaseDatabaseWrapper:
+    return connections[using or alias()]
+
+
+class OwnAtomic(Atomic):
+    """An atomic block that this package opened; anybody else's innermost block is a borrowed one."""
+
+
+def is_testcases(block: Any) -> bool:
+    """Whether this atomic block is the one that Django's TestCase wraps a test in."""
+    return bool(block._from_testcase)
+
+
+def refuse_borrowed(using: str, what: str) -> None:
+    """Raise `TransactionOwned` inside a caller's transaction: a liveness write that it can undo is a lie.
+
+    The block that Django's TestCase opens does not count, as with `atomic(durable=True)`.
+    """
+    blocks = connections[using].atomic_blocks
+    if blocks and not isinstance(blocks[-1], OwnAtomic) and not is_testcases(blocks[-1]):
+        raise TransactionOwned(what)
+
+
+class WriterLock:
+    """A fair lock for the writers of one SQLite file in this process; beats overtake the rest.
+
+    When this process held the database for most of the last second it leaves it free for 110 ms, so that
+    other processes, whose SQLite naps for up to 100 ms, get their turn.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._urgent: deque[object] = deque()
+        self._normal: deque[object] = deque()
+        self._held = False
+        self._since = 0.0
+        self._rest_until = 0.0
+        self._spans: deque[tuple[float, float]] = deque()
+
+    @contextmanager
+    def turn(self, *, urgent: bool, timeout: float) -> Iterator[None]:
+        self._acquire(urgent, timeout)
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _acquire(self, urgent: bool, timeout: float) -> None:
+        ticket = object()
+        queue = self._urgent if urgent else self._normal
+        deadline = time.monotonic() + timeout
+        with self._condition:
+            queue.append(ticket)
+            try:
+                while True:
+                    now = time.monotonic()
+                    pause = 0.0
+                    if not self._held and self._next() is ticket:
+                        pause = 0.0 if urgent else self._rest_left(now)
+                        if pause <= 0:
+                            self._held, self._since = True, now
+                            return
+                    if now >= deadline:
+                        raise OperationalError("database is locked (by writers of this process)")
+                    left = deadline - now
+                    self._condition.wait(min(pause, left) if pause > 0 else left)
+            finally:
+                queue.remove(ticket)
+                if not self._held:
+                    self._condition.notify_all()
+
+    def _next(self) -> object | None:
+        if self._urgent:
+            return self._urgent[0]
+        return self._normal[0] if self._normal else None
+
+    def _rest_left(self, now: float) -> float:
+        if now < self._rest_until:
+            return self._rest_until - now
+        while self._spans and self._spans[0][1] < now - BUSY_WINDOW_SECONDS:
+            self._spans.popleft()
+        if sum(end - start for start, end in self._spans) < BUSY_LIMIT_SECONDS:
+            return 0.0
+        self._spans.clear()
+        self._rest_until = now + REST_SECONDS
+        return REST_SECONDS
+
+    def _release(self) -> None:
+        with self._condition:
+            self._held = False
+            self._spans.append((self._since, time.monotonic()))
+            self._condition.notify_all()
+
+
+_writer_locks: dict[str, WriterLock] = {}
+_writer_locks_guard = threading.Lock()
+
+
+def writer_lock(connection: BaseDatabaseWrapper) -> WriterLock:
+    """The lock of this connection's SQLite file, shared by all threads of the process."""
+    name = str(connection.settings_dict["NAME"])
+    with _writer_locks_guard:
+        return _writer_locks.setdefault(name, WriterLock())
+
+
+@contextmanager
+def transaction(
+    using: str, *, what: str = "this write", urgent: bool = False, timeout: float | None = None
+) -> Iterator[BaseDatabaseWrapper]:
+    """Our own outermost transaction; `TransactionOwned` inside a caller's.
+
+    On SQLite it waits its turn, at most `timeout` seconds (default: the connection's own timeout), and then
+    begins IMMEDIATE, whatever the project's mode is; past that it raises OperationalError ("locked").
+    """
+    refuse_borrowed(using, what)
+    connection = connections[using]
+    if connection.vendor != "sqlite" or connection.in_atomic_block:
+        with OwnAtomic(using, savepoint=True, durable=False):
+            yield connection
+        return
+    if timeout is None:
+        timeout = float(connection.settings_dict["OPTIONS"].get("timeout", 5.0))
+    started = time.monotonic()
+    with writer_lock(connection).turn(urgent=urgent, timeout=timeout):
+        block = _begin_immediate(connection, using, started + timeout)
+        try:
+            yield connection
+        except BaseException as error:
+            block.__exit__(type(error), error, error.__traceback__)
+            raise
+        block.__exit__(None, None, None)
+
+
+def _begin_immediate(connection: Any, using: str, deadline: float) -> OwnAtomic:
+    """Begin with our own retry every millisecond: SQLite's busy handler naps longer and longer."""
+    connection.ensure_connection()
+    raw = connection.connection
+    (patience,) = raw.execute("PRAGMA busy_timeout").fetchone()
+    mode, connection.transaction_mode = connection.transaction_mode, "IMMEDIATE"
+    raw.execute("PRAGMA busy_timeout = 0")
+    try:
+        while True:
+            block = OwnAtomic(using, savepoint=True, durable=False)
+            try:
+                block.__enter__()
+                return block
+            except OperationalError as error:
+                if not is_locked(error) or time.monotonic() >= deadline:
+                    raise
+            time.sleep(BEGIN_RETRY_SECONDS)
+    finally:
+        connection.transaction_mode = mode
+        if connection.connection is raw:
+            raw.execute(f"PRAGMA busy_timeout = {int(patience)}")
+
+
+@contextmanager
+def statement(using: str, *, what: str = "this write", urgent: bool = False) -> Iterator[BaseDatabaseWrapper]:
+    """For one write of our own: autocommit on PostgreSQL (BEGIN and COMMIT are trips), a turn on SQLite."""
+    connection = connections[using]
+    if connection.vendor == "sqlite" and not connection.in_atomic_block:
+        with transaction(using, what=what, urgent=urgent):
+            yield connection
+        return
+    refuse_borrowed(using, what)
+    yield connection
+
+
+@contextmanager
+def joined(using: str, *, timeout: float | None = None) -> Iterator[BaseDatabaseWrapper]:
+    """One atomic unit: a savepoint in the caller's transaction, or a transaction of our own."""
+    if connections[using].in_atomic_block:
+        with OwnAtomic(using, savepoint=True, durable=False):
+            yield connections[using]
+        return
+    with transaction(using, timeout=timeout) as connection:
+        yield connection
+
+
+def is_locked(error: BaseException) -> bool:
+    """Whether SQLite said that somebody else holds the file."""
+    text = str(error)
+    return isinstance(error, OperationalError) and ("locked" in text or "busy" in text)
+
+
+_LOST_STATES = ("08", "57P01", "57P02", "57P03", "57P05", "53300", "25006", "25P03")
+_RETRY_STATES = ("40001", "40P01", "55P03")
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the database, not the statement, is at fault: unreachable, restarting, read-only, locked.
+
+    Such an error says nothing about the job: it is retried, and never taken for a failure of the work or
+    for a lost lease.
+    """
+    if isinstance(error, InterfaceError) or is_locked(error):
+        return True
+    if not isinstance(error, DatabaseError):
+        return False
+    state = sqlstate(error)
+    if state:
+        return state.startswith(_LOST_STATES)
+    # Without a state the server never answered: the connection could not be made or was cut.
+    return isinstance(error, OperationalError) and "psycopg" in type(error.__cause__).__module__
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Whether the same transaction may succeed when it is tried again (serialization failure, deadlock)."""
+    return (sqlstate(error) or "").startswith(_RETRY_STATES)
+
+
+def sqlstate(error: BaseException) -> str | None:
+    return getattr(error.__cause__, "sqlstate", None)
+
+
+def drop_broken(using: str) -> None:
+    """Close this thread's connection if it no longer works, so that the next statement makes a new one."""
+    connection = connections[using]
+    if connection.connection is None:
+        return
+    # A cut connection cannot end its transaction: Django's bookkeeping of it goes with it.
+    if not connection.in_atomic_block and not connection.is_usable():
+        connection.close()
+
+
+# --- statements -----------------------------------------------------------------------------------------
+
+
+_PARAMETER = re.compile(r"(?<![:\w]):([a-z_][a-z_0-9]*)\b")
+_MOMENT = re.compile(r"\{(after|before)\s+([^{}]+)\}")
+
+_SQLITE_CLOCK = "replace(strftime('%%Y-%%m-%%d %%H:%%M:%%f','now'{shift})||'000','.000000','')"
+"""The text that Django's adapter writes: six digits, or none for a whole second. Another form of the same
+instant would compare unequal to what Django sends back, and break paging over equal times."""
+
+_SNIPPETS = {
+    "postgresql": {
+        "job": JOB_TABLE,
+        "now": "clock_timestamp()",
+        "index_now": "statement_timestamp()",
+        "lock": "FOR NO KEY UPDATE",
+        "skip_locked": "FOR NO KEY UPDATE SKIP LOCKED",
+        "materialized": "MATERIALIZED",
+    },
+    "sqlite": {
+        "job": JOB_TABLE,
+        "now": _SQLITE_CLOCK.format(shift=""),
+        "index_now": _SQLITE_CLOCK.format(shift=""),
+        "lock": "",
+        "skip_locked": "",
+        "materialized": "",
+    },
+}
+
+
+class Statement:
+    """One SQL text per vendor, built once, run in one round trip.
+
+    In the text `:name` is a parameter, cast to its type on PostgreSQL (with server-side binding an uncast
+    parameter used twice is ambiguous); `{now}`, `{after :seconds}`, `{before :seconds}` are moments of the
+    database's clock; `{job}`, `{columns}`, `{skip_locked}` and what `snippets` adds are inserted as they are.
+    """
+
+    def __init__(
+        self,
+        postgresql: str,
+        sqlite: str | None = None,
+        *,
+        types: Mapping[str, str],
+        snippets: Callable[[str], Mapping[str, str]] | None = None,
+    ) -> None:
+        self._templates = {"postgresql": postgresql, "sqlite": postgresql if sqlite is None else sqlite}
+        self._types = types
+        self._snippets = snippets
+        self._built: dict[str, tuple[str, tuple[str, ...]]] = {}
+
+    def sql(self, vendor: str) -> str:
+        """The finished text for `postgresql` or `sqlite`, with pyformat parameters."""
+        return self._build(vendor)[0]
+
+    def run(self, connection: BaseDatabaseWrapper, **values: Any) -> list[tuple[Any, ...]]:
+        """Run it and fetch every row (on SQLite an unfinished cursor would keep the write lock)."""
+        sql, names = self._build(connection.vendor)
+        adapt = _adapt_sqlite if connection.vendor == "sqlite" else _adapt_postgresql
+        with connection.cursor() as cursor:
+            cursor.execute(sql, {name: adapt(values[name]) for name in names})
+            return cursor.fetchall() if cursor.description else []
+
+    def count(self, connection: BaseDatabaseWrapper, **values: Any) -> int:
+        """Run it and answer how many rows it touched."""
+        sql, names = self._build(connection.vendor)
+        adapt = _adapt_sqlite if connection.vendor == "sqlite" else _adapt_postgresql
+        with connection.cursor() as cursor:
+            cursor.execute(sql, {name: adapt(values[name]) for name in names})
+            return cursor.rowcount
+
+    def _build(self, vendor: str) -> tuple[str, tuple[str, ...]]:
+        if vendor not in self._built:
+            text = self._templates[vendor]
+            snippets = dict(_SNIPPETS[vendor])
+            if self._snippets:
+                snippets.update(self._snippets(vendor))
+            while (expanded := _expand(text, snippets, vendor)) != text:
+                text = expanded
+            names: dict[str, None] = {}
+
+            def parameter(match: re.Match[str]) -> str:
+                name = match[1]
+                names[name] = None
+                return f"%({name})s::{self._types[name]}" if vendor == "postgresql" else f"%({name})s"
+
+            text = _PARAMETER.sub(parameter, text)
+            self._built[vendor] = (text, tuple(names))
+        return self._built[vendor]
+
+
+def _expand(text: str, snippets: Mapping[str, str], vendor: str) -> str:
+    def moment(match: re.Match[str]) -> str:
+        sign, seconds = ("+" if match[1] == "after" else "-"), match[2]
+        if vendor == "postgresql":
+            return f"(clock_timestamp() {sign} make_interval(secs => {seconds}))"
+        amount = seconds if sign == "+" else f"-({seconds})"
+        return _SQLITE_CLOCK.format(shift=f",printf('%%+.3f seconds',{amount})")
+
+    text = _MOMENT.sub(moment, text)
+    for name, snippet in snippets.items():
+        text = text.replace("{" + name + "}", snippet)
+    return text
+
+
+def _adapt_sqlite(value: Any) -> Any:
+    if isinstance(value, uuid.UUID):
+        return value.hex
+    if isinstance(value, datetime):
+        return str(value.astimezone(UTC).replace(tzinfo=None))
+    if isinstance(value, list):
+        return json.dumps(value, default=_adapt_sqlite)
+    return value
+
+
+def _adapt_postgresql(value: Any) -> Any:
+    return value
+
+
+class Loader:
+    """Turns rows of named columns into model instances, with the converters that the ORM would use."""
+
+    def __init__(self, model: Any, connection: BaseDatabaseWrapper) -> None:
+        self._model = model
+        fields = model._meta.concrete_fields
+        self._names = [field.attname for field in fields]
+        self.columns = [field.column for field in fields]
+        self._converters = []
+        for index, field in enumerate(fields):
+            column = field.get_col(model._meta.db_table)
+            converters = connection.ops.get_db_converters(column) + column.get_db_converters(connection)
+            if converters:
+                self._converters.append((index, converters, column))
+
+    def load(self, connection: BaseDatabaseWrapper, rows: Iterable[Sequence[Any]]) -> list[Any]:
+        """One instance per row; columns beyond the model's are ignored."""
+        width = len(self._names)
+        loaded = []
+        for row in rows:
+            values = list(row[:width])
+            for index, converters, column in self._converters:
+                for converter in converters:
+                    values[index] = converter(values[index], column, connection)
+            loaded.append(self._model.from_db(connection.alias, self._names, values))
+        return loaded
+
+
+_loaders: dict[tuple[str, str], Loader] = {}
+
+
+def loader(model: Any, connection: BaseDatabaseWrapper) -> Loader:
+    """The loader of a model for this connection's vendor, built once."""
+    key = (model._meta.label_lower, connection.vendor)
+    if key not in _loaders:
+        _loaders[key] = Loader(model, connection)
+    return _loaders[key]

@@ -1,0 +1,235 @@
+"""The one path on which a job ends, and its way back: the row, the kind's hooks and the history, in one transaction.
+
+Each function has three answers that call for opposite reactions: the job as the transition left it; None
+when the fence missed, so the job is somebody else's; `HookFailed` when it matched but a hook failed: all of it
+is rolled back, and the failure is counted on the row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from uuid import UUID
+
+from django.db import transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.dispatch import Signal
+
+from durable_jobs import database, signals, store
+from durable_jobs.exceptions import DomainMirrorMismatch, ErrorFacts, HookFailed, describe
+from durable_jobs.kinds import ROW_GONE, Kind
+from durable_jobs.logs import log
+from durable_jobs.models import Job, Status
+from durable_jobs.store import NO_COUNTS, Counts, Lease, Orphan
+
+MIRROR_STUCK_AFTER = 3
+"""Failed hooks after which a job counts as stuck (`job_mirror_stuck`)."""
+
+Transition = Callable[[], Job | None]
+Record = Callable[[Job], None]
+
+_SIGNALS: dict[str, Signal] = {
+    Status.COMPLETED: signals.job_completed,
+    Status.FAILED: signals.job_failed,
+    Status.CANCELLED: signals.job_cancelled,
+}
+
+
+def complete(kind: Kind, lease: Lease, result: str | None, counts: Counts = NO_COUNTS) -> Job | None:
+    """running → completed, by its owner."""
+    return _end(kind, lambda: store.complete(lease, result, counts), "job_completed")
+
+
+def fail(
+    kind: Kind, job_id: UUID, epoch: int, facts: ErrorFacts | None = None, *, parked: bool = False
+) -> Job | None:
+    """running → failed, by its epoch; with `parked` it waits for a human."""
+
+    def record(job: Job) -> None:
+        store.add_event(
+            job,
+            "parked" if parked else "failed",
+            code=job.error_code or job.verdict or "",
+            error_type=job.error_type or "",
+            message=job.error_message or "",
+        )
+
+    event = "job_parked" if parked else "job_failed"
+    return _end(kind, lambda: store.fail_terminal(job_id, epoch, facts, parked=parked), event, record)
+
+
+def cancel(
+    kind: Kind, job_id: UUID, epoch: int, counts: Counts = NO_COUNTS, *, actor: str = ""
+) -> Job | None:
+    """running → cancelled, by its epoch; `actor` says who ended it ("worker:…")."""
+    transition = partial(store.cancel_running, job_id, epoch, counts)
+    return _end(kind, transition, "job_cancelled", partial(_record_cancelled, actor))
+
+
+def cancel_waiting(kind: Kind | None, job_id: UUID, *, actor: str = "") -> Job | None:
+    """pending, held, or waiting for a retry → cancelled, if that was requested. No kind: no hooks."""
+    record = partial(_record_cancelled, actor, hooks_skipped=kind is None)
+    return _end(kind, partial(store.cancel_waiting, job_id), "job_cancelled", record)
+
+
+def cancel_orphan(
+    kind: Kind | None, orphan: Orphan, *, grace: float, dead: bool = False, actor: str = ""
+) -> Job | None:
+    """An orphan with a cancel request → cancelled. No kind: no hooks."""
+    transition = partial(store.cancel_orphan, orphan, grace=grace, dead=dead)
+    record = partial(_record_cancelled, actor, worker_gone=True, hooks_skipped=kind is None)
+    return _end(kind, transition, "job_cancelled", record)
+
+
+def park_orphan(
+    kind: Kind | None,
+    orphan: Orphan,
+    *,
+    grace: float,
+    code: str,
+    message: str,
+    dead: bool = False,
+    actor: str = "",
+) -> Job | None:
+    """An orphan → failed and parked with `code`. No kind: no hooks."""
+
+    def record(job: Job) -> None:
+        data = {"hooks_skipped": True} if kind is None else None
+        store.add_event(job, "parked", owner=orphan.owner, actor=actor, code=code, message=message, data=data)
+
+    transition = partial(store.park_orphan, orphan, grace=grace, code=code, message=message, dead=dead)
+    return _end(kind, transition, "job_parked", record)
+
+
+def redrive(kind: Kind, job_id: UUID, epoch: int, transition: Transition, record: Record) -> Job | None:
+    """failed, orphaned, or waiting for its retry → pending, with `on_redrive` in the same transaction.
+
+    `epoch` is the one before the redrive; there a failing hook is counted.
+    """
+    using = database.alias()
+    job: Job | None = None
+    try:
+        with database.joined(using):
+            job = transition()
+            if job is None:
+                return None
+            if kind.has_transition_hook:
+                _require_agreement(job, kind.on_redrive(job), "on_redrive")
+            record(job)
+            transaction.on_commit(partial(_after_redrive, kind, job), using=using, robust=True)
+    except Exception as error:
+        if job is None or database.is_outage(error):
+            raise
+        _count_failed_hook(job, epoch, error)
+        raise HookFailed(job.id, job.kind, job.status, error) from error
+    return job
+
+
+def _end(kind: Kind | None, transition: Transition, event: str, record: Record | None = None) -> Job | None:
+    using = database.alias()
+    job: Job | None = None
+    try:
+        with _unit(kind, using, record):
+            job = transition()
+            if job is None:
+                return None
+            if kind is not None:
+                _run_hooks(kind, job)
+            if record is not None:
+                record(job)
+            transaction.on_commit(partial(_after_end, kind, job, event), using=using, robust=True)
+    except Exception as error:
+        # An outage rolled everything back as well, but it says nothing about the hook.
+        if job is None or database.is_outage(error):
+            raise
+        _count_failed_hook(job, job.lease_epoch, error)
+        raise HookFailed(job.id, job.kind, job.status, error) from error
+    return job
+
+
+def _unit(
+    kind: Kind | None, using: str, record: Record | None
+) -> AbstractContextManager[BaseDatabaseWrapper]:
+    """A transaction; or a single statement, where there is nothing else to commit with it."""
+    if record is None and kind is not None and not kind.has_transition_hook:
+        return database.statement(using, what="the end of a job")
+    return database.joined(using)
+
+
+def _run_hooks(kind: Kind, job: Job) -> None:
+    if job.status == Status.CANCELLED:
+        kind.on_cancel(job)
+    if kind.has_transition_hook:
+        _require_agreement(job, kind.on_transition(job), "on_transition")
+
+
+def _require_agreement(job: Job, answer: object, hook: str) -> None:
+    if answer is ROW_GONE:
+        store.add_event(
+            job, "row_gone", message=f"{hook}: the project's row was deleted; nothing is left to agree."
+        )
+    elif isinstance(answer, bool) or not isinstance(answer, int) or answer < 1:
+        raise DomainMirrorMismatch(job, answer, hook)
+
+
+def _record_cancelled(
+    actor: str, job: Job, *, worker_gone: bool = False, hooks_skipped: bool = False
+) -> None:
+    requested, ended = job.cancel_requested_at, job.finished_at
+    waited = (ended - requested).total_seconds() if requested and ended else 0.0
+    store.add_event(
+        job,
+        "cancelled",
+        actor=actor,
+        data={
+            "seconds_since_request": round(max(waited, 0.0), 3),
+            "processed": job.processed_count,
+            "worker_gone": worker_gone,
+            "hooks_skipped": hooks_skipped,
+        },
+    )
+
+
+def _count_failed_hook(job: Job, epoch: int, error: BaseException) -> None:
+    """After the rollback, on the same connection: a second one would wait for the first for ever."""
+    facts = describe(error)
+    log("terminal_mirror_failed", job, level=logging.ERROR, status=job.status, error=error)
+    try:
+        with database.joined(database.alias()):
+            counted = store.bump_mirror_attempts(job.id, epoch)
+            store.add_event(
+                job,
+                "mirror_failed",
+                code=facts.code or "",
+                error_type=facts.type,
+                message=facts.message,
+                traceback=facts.traceback,
+            )
+    except Exception as second:
+        log("mirror_not_counted", job, level=logging.ERROR, error=second)
+        return
+    if counted and job.mirror_attempts + 1 >= MIRROR_STUCK_AFTER:
+        log("mirror_stuck", job, level=logging.ERROR, mirror_attempts=job.mirror_attempts + 1)
+        signals.send(signals.job_mirror_stuck, job)
+
+
+def _after_end(kind: Kind | None, job: Job, event: str) -> None:
+    log(event, job, code=job.error_code, verdict=job.verdict)
+    if kind is not None:
+        _after(kind.after_transition, job)
+    signals.send(signals.job_parked if job.parked_at else _SIGNALS[job.status], job)
+
+
+def _after_redrive(kind: Kind, job: Job) -> None:
+    log("job_redriven", job, redrives=job.redrives)
+    _after(kind.after_redrive, job)
+    signals.send(signals.job_redriven, job)
+
+
+def _after(hook: Callable[[Job], None], job: Job) -> None:
+    try:
+        hook(job)
+    except Exception as error:
+        log("after_hook_failed", job, level=logging.ERROR, hook=hook.__name__, error=error)

@@ -1,0 +1,1249 @@
+"""Every statement that writes job rows, and nothing else writes them.
+
+One function per transition; its docstring says from → to, and the WHERE of its statement is the guarantee.
+A miss returns None, False or an empty answer, never an error. Each is one round trip, one SQL text per
+database, built once. `docs/state_machine.md` draws the chart.
+
+Clocks. The database's only. A WHERE on an index uses the statement's time, in statements that never wait;
+a lease is set and compared by the wall clock, after the row's lock was taken.
+
+Locks. A transaction may wait for a job row only as its first lock: the fence and the owner's own
+transitions. Everything that takes a job from somebody skips locked rows. So no wait cycle can contain a
+job row.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+from django.db import IntegrityError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import Atomic
+
+from durable_jobs import database
+from durable_jobs.conf import config
+from durable_jobs.database import Statement
+from durable_jobs.exceptions import ErrorFacts
+from durable_jobs.kinds import KEEP, Sentinel
+from durable_jobs.models import MANUAL_QUEUE, Job, Scope
+
+
+class Answer(enum.Enum):
+    """Answers beside a row and None."""
+
+    BUSY = "busy"
+
+
+BUSY: Final = Answer.BUSY
+"""Somebody holds the row (or its lock key) just now: ask again."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right to write a job: its owner (one worker start) and epoch (the fence). `ttl` in seconds.
+
+    It carries no expiry: that is the database's to judge.
+    """
+
+    job_id: UUID
+    owner: str
+    epoch: int
+    ttl: float
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Progress to lay over the row: None or KEEP leaves a column alone, `total=None` means unknown."""
+
+    processed: int | None = None
+    total: int | Sentinel | None = KEEP
+    message: str | None = None
+
+
+NO_COUNTS: Final = Counts()
+
+
+@dataclass(frozen=True)
+class NewJob:
+    """What `insert` writes: texts are exact, `run_at` (aware) wins over `delay` (seconds)."""
+
+    id: UUID
+    kind: str
+    status: str
+    tenant: str
+    organization: str | None
+    queue: str
+    input: str | None
+    input_sha256: str | None
+    created_by: Any = None
+    meta: str | None = None
+    idempotency_key: str | None = None
+    lock_key: str | None = None
+    subject_type: str | None = None
+    subject_id: str | None = None
+    progress_job_id: UUID | None = None
+    priority: int = 0
+    run_at: datetime | None = None
+    delay: float = 0.0
+
+
+class Route(NamedTuple):
+    """A (queue, kind, priority) that has claimable rows; `due_in` seconds until the earliest (≤ 0: now)."""
+
+    queue: str
+    kind: str
+    priority: int
+    due_in: float
+
+
+class Probe(NamedTuple):
+    """Where a claim looks. `floor` skips index entries below it (PostgreSQL: dead ones under an old
+    snapshot); `ttl` is the lease in seconds."""
+
+    queue: str
+    kind: str
+    priority: int
+    floor: datetime | None
+    ttl: float
+
+
+class Claimed(NamedTuple):
+    job: Job
+    run_at: datetime | None
+
+
+class Beat(NamedTuple):
+    """What one beat learned of one lease. Lost means not `mine`, never "not renewed"."""
+
+    renewed: bool
+    mine: bool
+    cancel: bool
+    paused: bool
+
+
+class Orphan(NamedTuple):
+    """What the reconciler decides from: a running row, with owner, whose lease ran out."""
+
+    id: UUID
+    kind: str
+    tenant: str
+    organization: str | None
+    owner: str
+    epoch: int
+    expires_at: datetime
+    cancel: bool
+    verdict: str | None
+    redrives_since_commit: int
+    overdue: float
+
+
+class Waiting(NamedTuple):
+    """A job that nobody works on and that was asked to end, `asked` seconds ago."""
+
+    id: UUID
+    kind: str
+    asked: float
+
+
+# --- texts ----------------------------------------------------------------------------------------------
+
+
+def _user_type() -> str:
+    field: Any = Job._meta.get_field("created_by")
+    return field.target_field.rel_db_type(connections[database.alias()])
+
+
+_TYPES: dict[str, str] = {
+    "id": "uuid", "job_id": "uuid", "ids": "uuid[]", "after_id": "uuid", "progress_job_id": "uuid",
+    "kind": "text", "status": "text", "tenant": "text", "organization": "text", "queue": "text",
+    "input": "text", "input_sha256": "text", "meta": "jsonb", "idempotency_key": "text", "lock_key": "text",
+    "subject_type": "text", "subject_id": "text", "priority": "int", "run_at": "timestamptz",
+    "delay": "float8", "ttl": "float8", "grace": "float8", "first": "float8", "longest": "float8",
+    "owner": "text", "dead_owner": "text", "epoch": "bigint", "epochs": "bigint[]", "ttls": "float8[]",
+    "seq": "int", "redrives": "int", "interrupted": "int", "max_failures": "int", "exponential": "boolean",
+    "checkpoint": "text", "keep_checkpoint": "boolean", "result": "text",
+    "processed": "bigint", "total": "bigint", "keep_total": "boolean", "message": "text",
+    "error_class": "text", "code": "text", "error_type": "text", "error_message": "text",
+    "parked": "boolean", "forced": "boolean", "restart": "boolean",
+    "queues": "text[]", "kinds": "text[]", "priorities": "int[]", "floors": "timestamptz[]",
+    "probes": "json", "manual": "text", "leases": "json", "rows": "json", "known": "uuid[]", "batch": "int",
+    "idle": "text", "actor": "text", "actor_id": "text", "reason": "text", "event": "text",
+    "operation_id": "text", "traceback": "text", "data": "jsonb", "release": "text",
+    "host": "text", "pid": "int", "concurrency": "int", "queue_job_id": "text", "any": "boolean",
+}  # fmt: skip
+
+
+class _Types(dict[str, str]):
+    """The user's key has the type of the project's user model, known only once apps are ready."""
+
+    def __missing__(self, name: str) -> str:
+        if name == "user":
+            return _user_type()
+        raise KeyError(name)
+
+
+_OWNED = "id = :id AND status = 'running' AND lease_owner = :owner AND lease_epoch = :epoch"
+_MAILBOX = "EXISTS (SELECT 1 FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id)"
+
+
+def _snippets(vendor: str) -> Mapping[str, str]:
+    return {
+        "columns": ", ".join(f'"{field.column}"' for field in Job._meta.concrete_fields),
+        "owned": _OWNED,
+        "mailbox": _MAILBOX,
+        # Read as a value: in SQLite's RETURNING (3.40) `x IS NOT NULL` over a partial index's column is true.
+        "requested": """coalesce({job}.cancel_requested_at,
+            (SELECT min(m.requested_at) FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id))""",
+        "in_scope": "tenant_id = :tenant AND coalesce(organization_id, '') = coalesce(:organization, '')",
+        # A request that met a locked row is taken over by the next write that may act on it.
+        "fold": """cancel_requested_at = coalesce({job}.cancel_requested_at,
+                (SELECT min(m.requested_at) FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id)),
+            cancelled_by_id = CASE WHEN {job}.cancel_requested_at IS NULL THEN
+                (SELECT m.actor_user_id FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id
+                 ORDER BY m.id LIMIT 1) ELSE {job}.cancelled_by_id END""",
+        "counts": """processed_count = coalesce(:processed, processed_count),
+            total_count = CASE WHEN :keep_total THEN total_count ELSE :total END,
+            progress_message = coalesce(:message, progress_message)""",
+        "unpaused": """NOT EXISTS (SELECT 1 FROM durable_jobs_pause p
+            WHERE (p.queue_name = '' OR p.queue_name = c.queue_name)
+              AND (p.kind = '' OR p.kind = c.kind) AND (p.tenant_id = '' OR p.tenant_id = c.tenant_id))""",
+        "paused": """EXISTS (SELECT 1 FROM durable_jobs_pause p
+            WHERE (p.queue_name = '' OR p.queue_name = {job}.queue_name)
+              AND (p.kind = '' OR p.kind = {job}.kind) AND (p.tenant_id = '' OR p.tenant_id = {job}.tenant_id))""",
+        "take": """status = 'running', lease_owner = :owner, lease_epoch = lease_epoch + 1,
+            attempts = attempts + 1, heartbeat_at = {now}, claimed_at = {now},
+            processed_at_claim = processed_count, started_at = coalesce(started_at, {now}),
+            pending_since = NULL, next_run_at = NULL, updated_at = {now}, {fold}""",
+        # B49: an ordinary expired lease, not none, so that every reader of expiry sees the same thing.
+        "let_go": "lease_owner = NULL, lease_expires_at = {now}, updated_at = {now}",
+        "end": "{end_unmirrored}, domain_mirrored_at = {now}",
+        "end_unmirrored": """lease_owner = NULL, lease_expires_at = {now}, next_run_at = NULL,
+            pending_since = NULL, finished_at = {now}, updated_at = {now}""",
+        "cancel": """status = 'cancelled', {end}, verdict = NULL,
+            cancel_requested_at = coalesce({job}.cancel_requested_at,
+                (SELECT min(m.requested_at) FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id), {now}),
+            cancelled_by_id = CASE WHEN {job}.cancel_requested_at IS NULL THEN
+                (SELECT m.actor_user_id FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id
+                 ORDER BY m.id LIMIT 1) ELSE {job}.cancelled_by_id END""",
+        "orphan": """id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.status = 'running'
+            AND c.lease_owner IS NOT NULL AND c.lease_epoch = :epoch
+            AND (c.lease_owner = :dead_owner OR c.lease_expires_at < {before :grace}) {skip_locked})""",
+        "overdue": (
+            "(extract(epoch FROM clock_timestamp() - lease_expires_at))::float8"
+            if vendor == "postgresql"
+            else "(julianday('now') - julianday(lease_expires_at)) * 86400.0"
+        ),
+        "asked": (
+            "(extract(epoch FROM clock_timestamp() - cancel_requested_at))::float8"
+            if vendor == "postgresql"
+            else "(julianday('now') - julianday(cancel_requested_at)) * 86400.0"
+        ),
+        "sweep": "{job}.id > :after_id AND (:any OR {job}.tenant_id = :tenant)",
+        "least": "least" if vendor == "postgresql" else "min",
+    }
+
+
+def _statement(text: str, sqlite: str | None = None) -> Statement:
+    return Statement(text, sqlite, types=_Types(_TYPES), snippets=_snippets)
+
+
+_INSERT_COLUMNS = """(id, kind, status, tenant_id, organization_id, queue_name, input, input_sha256,
+    created_by_id, meta, idempotency_key, lock_key, subject_type, subject_id, progress_job_id, priority,
+    created_at, updated_at, next_run_at, pending_since)"""
+
+_INSERT = _statement(f"""
+    INSERT INTO {{job}} {_INSERT_COLUMNS}
+    VALUES (:id, :kind, :status, :tenant, :organization, :queue, :input, :input_sha256,
+        :user, :meta, :idempotency_key, :lock_key, :subject_type, :subject_id, :progress_job_id, :priority,
+        {{now}}, {{now}}, CASE WHEN :status = 'pending' THEN coalesce(:run_at, {{after :delay}}) END,
+        CASE WHEN :status = 'pending' THEN {{now}} END)
+    ON CONFLICT DO NOTHING RETURNING {{columns}}""")
+
+
+def _insert_many_postgresql() -> str:
+    return f"""
+    INSERT INTO {{job}} {_INSERT_COLUMNS}
+    SELECT r.id, r.kind, r.status, r.tenant, r.organization, r.queue, r.input, r.input_sha256,
+        r.created_by::USER_TYPE, r.meta::jsonb, r.idempotency_key, r.lock_key, r.subject_type, r.subject_id,
+        r.progress_job_id, r.priority, {{now}}, {{now}},
+        CASE WHEN r.status = 'pending' THEN coalesce(r.run_at, {{after r.delay}}) END,
+        CASE WHEN r.status = 'pending' THEN {{now}} END
+    FROM json_to_recordset(:rows) AS r(n int, id uuid, kind text, status text, tenant text,
+        organization text, queue text, input text, input_sha256 text, created_by text, meta text,
+        idempotency_key text, lock_key text, subject_type text, subject_id text, progress_job_id uuid,
+        priority int, run_at timestamptz, delay float8)
+    ORDER BY r.n
+    ON CONFLICT DO NOTHING RETURNING {{columns}}"""
+
+
+_JSON_NAMES = ("id", "kind", "status", "tenant", "organization", "queue", "input", "input_sha256",
+               "created_by", "meta", "idempotency_key", "lock_key", "subject_type", "subject_id",
+               "progress_job_id", "priority")  # fmt: skip
+_INSERT_MANY_SQLITE = f"""
+    INSERT INTO {{job}} {_INSERT_COLUMNS}
+    SELECT {", ".join(f"json_extract(r.value, '$.{name}')" for name in _JSON_NAMES)}, {{now}}, {{now}},
+        CASE WHEN json_extract(r.value, '$.status') = 'pending' THEN
+            coalesce(json_extract(r.value, '$.run_at'), {{after json_extract(r.value, '$.delay')}}) END,
+        CASE WHEN json_extract(r.value, '$.status') = 'pending' THEN {{now}} END
+    FROM json_each(:rows) AS r WHERE true ORDER BY r.key
+    ON CONFLICT DO NOTHING RETURNING {{columns}}"""
+
+_insert_many: list[Statement] = []
+
+_BY_ID = _statement("SELECT {columns} FROM {job} WHERE id = :id")
+_BY_IDEMPOTENCY_KEY = _statement("""
+    SELECT {columns} FROM {job} WHERE idempotency_key = :idempotency_key AND kind = :kind AND {in_scope}""")
+_BY_LOCK_KEY = _statement("""
+    SELECT {columns} FROM {job} WHERE lock_key = :lock_key AND status IN ('pending', 'running')
+        AND {in_scope}""")
+
+_CLAIM = _statement("""
+    UPDATE {job} SET {take}, lease_expires_at = {after :ttl}
+    WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.continuation_seq = :seq
+        AND c.redrives = :redrives AND c.next_run_at IS NOT NULL AND {unpaused} {skip_locked})
+    RETURNING {columns}""")
+_STILL_CLAIMABLE = _statement("""
+    SELECT 1 FROM {job} c WHERE c.id = :id AND c.continuation_seq = :seq AND c.redrives = :redrives
+        AND c.next_run_at IS NOT NULL AND {unpaused}""")
+
+# LIMIT is a literal (as a parameter it is planned anew each time), in a few sizes, inside a locking CTE:
+# as a plain `id IN (SELECT … LIMIT 1 …)`, planned on an empty table, one claim took the whole queue.
+_CLAIM_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def _claim_next(size: int) -> Statement:
+    return _statement(
+        f"""
+    WITH g AS MATERIALIZED (
+        SELECT * FROM unnest(:queues, :kinds, :priorities, :floors, :ttls)
+            AS g(queue, kind, priority, floor, ttl)
+        ORDER BY priority DESC, random()),
+    due AS MATERIALIZED (
+        SELECT ready.id AS due_id, ready.next_run_at AS due_at, g.ttl AS due_ttl FROM g CROSS JOIN LATERAL (
+            SELECT c.id, c.next_run_at FROM {{job}} c
+            WHERE c.queue_name = g.queue AND c.kind = g.kind AND c.priority = g.priority
+                AND c.next_run_at IS NOT NULL AND c.next_run_at <= {{index_now}}
+                AND c.next_run_at >= coalesce(g.floor, '-infinity') AND {{unpaused}}
+            ORDER BY c.next_run_at LIMIT {size} {{skip_locked}}) ready
+        LIMIT {size})
+    UPDATE {{job}} SET {{take}}, lease_expires_at = {{after due.due_ttl}}
+    FROM due WHERE {{job}}.id = due.due_id
+    RETURNING {{columns}}, due.due_at""",
+        # CROSS JOIN keeps SQLite to this order of loops: probes by priority, rows by the index, stop early.
+        f"""
+    UPDATE {{job}} SET {{take}},
+        lease_expires_at = {{after (SELECT json_extract(g.value, '$[3]') FROM json_each(:probes) g
+            WHERE json_extract(g.value, '$[1]') = {{job}}.kind LIMIT 1)}}
+    WHERE id IN (
+        SELECT c.id FROM json_each(:probes) g CROSS JOIN {{job}} c INDEXED BY durable_jobs_ready
+        WHERE c.queue_name = json_extract(g.value, '$[0]') AND c.kind = json_extract(g.value, '$[1]')
+            AND c.priority = json_extract(g.value, '$[2]') AND c.next_run_at IS NOT NULL
+            AND c.next_run_at <= {{index_now}} AND {{unpaused}}
+        LIMIT {size})
+    RETURNING {{columns}}, NULL""",
+    )
+
+
+_CLAIM_NEXT = {size: _claim_next(size) for size in _CLAIM_SIZES}
+
+_ROUTES = _statement(
+    """
+    WITH RECURSIVE g(queue, kind, priority, due) AS (
+        (SELECT queue_name, kind, priority, next_run_at FROM {job} WHERE next_run_at IS NOT NULL
+         ORDER BY queue_name, kind, priority, next_run_at LIMIT 1)
+        UNION ALL
+        SELECT n.queue_name, n.kind, n.priority, n.next_run_at FROM g CROSS JOIN LATERAL (
+            SELECT c.queue_name, c.kind, c.priority, c.next_run_at FROM {job} c
+            WHERE c.next_run_at IS NOT NULL
+                AND ROW(c.queue_name, c.kind, c.priority) > ROW(g.queue, g.kind, g.priority)
+            ORDER BY c.queue_name, c.kind, c.priority, c.next_run_at LIMIT 1) n)
+    SELECT queue, kind, priority, extract(epoch FROM due - clock_timestamp())::float8 FROM g""",
+    # SQLite's row value comparison uses the first column only: three searches, narrowest first.
+    """
+    WITH RECURSIVE g(id) AS (
+        SELECT (SELECT id FROM {job} WHERE next_run_at IS NOT NULL
+                ORDER BY queue_name, kind, priority, next_run_at LIMIT 1)
+        UNION ALL
+        SELECT coalesce(
+            (SELECT c.id FROM {job} c WHERE c.next_run_at IS NOT NULL AND c.queue_name = a.queue_name
+                AND c.kind = a.kind AND c.priority > a.priority ORDER BY c.priority, c.next_run_at LIMIT 1),
+            (SELECT c.id FROM {job} c WHERE c.next_run_at IS NOT NULL AND c.queue_name = a.queue_name
+                AND c.kind > a.kind ORDER BY c.kind, c.priority, c.next_run_at LIMIT 1),
+            (SELECT c.id FROM {job} c WHERE c.next_run_at IS NOT NULL AND c.queue_name > a.queue_name
+                ORDER BY c.queue_name, c.kind, c.priority, c.next_run_at LIMIT 1))
+        FROM g CROSS JOIN {job} a ON a.id = g.id)
+    SELECT queue_name, kind, priority, (julianday(next_run_at) - julianday('now')) * 86400.0
+    FROM g CROSS JOIN {job} a ON a.id = g.id""",
+)
+
+_BEAT_MANY = _statement(
+    """
+    WITH mine AS MATERIALIZED (
+        SELECT * FROM unnest(:ids, :epochs, :ttls) AS m(mine_id, mine_epoch, ttl)),
+    locked AS MATERIALIZED (
+        SELECT {job}.id AS locked_id, mine.ttl FROM {job} JOIN mine
+            ON {job}.id = mine.mine_id AND {job}.lease_epoch = mine.mine_epoch
+        WHERE {job}.status = 'running' AND {job}.lease_owner = :owner FOR NO KEY UPDATE OF {job} SKIP LOCKED),
+    renewed AS (
+        UPDATE {job} SET lease_expires_at = {after locked.ttl}, heartbeat_at = {now}
+        FROM locked WHERE {job}.id = locked.locked_id RETURNING {job}.id, {job}.cancel_requested_at)
+    SELECT mine.mine_id, renewed.id IS NOT NULL,
+        coalesce({job}.status = 'running' AND {job}.lease_owner = :owner AND {job}.lease_epoch = mine.mine_epoch, false),
+        coalesce(renewed.cancel_requested_at, {job}.cancel_requested_at) IS NOT NULL OR {mailbox}, {paused}
+    FROM mine LEFT JOIN renewed ON renewed.id = mine.mine_id LEFT JOIN {job} ON {job}.id = mine.mine_id""",
+    """
+    UPDATE {job} SET heartbeat_at = {now}, lease_expires_at = {after
+        (SELECT json_extract(m.value, '$[2]') FROM json_each(:leases) m
+         WHERE json_extract(m.value, '$[0]') = {job}.id)}
+    WHERE status = 'running' AND lease_owner = :owner
+        AND id IN (SELECT json_extract(m.value, '$[0]') FROM json_each(:leases) m)
+        AND lease_epoch = (SELECT json_extract(m.value, '$[1]') FROM json_each(:leases) m
+         WHERE json_extract(m.value, '$[0]') = {job}.id)
+    RETURNING id, 1, 1, {requested}, {paused}""",
+)
+
+_STILL_MINE = _statement("SELECT 1 FROM {job} WHERE {owned}")
+_STRANGERS = _statement(
+    """SELECT id, lease_epoch FROM {job} WHERE status = 'running' AND lease_owner = :owner
+        AND NOT (id = ANY(:known))""",
+    """SELECT id, lease_epoch FROM {job} WHERE status = 'running' AND lease_owner = :owner
+        AND id NOT IN (SELECT value FROM json_each(:known))""",
+)
+
+_LOCK_FENCE = _statement(
+    """SELECT id, set_config('idle_in_transaction_session_timeout', :idle, true) FROM {job}
+        WHERE {owned} FOR NO KEY UPDATE""",
+    # A write, so that the fence holds the database even in a deferred transaction.
+    "UPDATE {job} SET lease_epoch = lease_epoch WHERE {owned} RETURNING id",
+)
+
+# The row is locked before the times are computed: a lease set by an UPDATE that waited is born too short.
+_WRITE_CHECKPOINT = _statement("""
+    UPDATE {job} SET lease_expires_at = {after :ttl}, heartbeat_at = {now}, last_committed_at = {now},
+        updated_at = {now}, consecutive_failures = 0, redrives_since_commit = 0,
+        checkpoint = CASE WHEN :keep_checkpoint THEN checkpoint ELSE :checkpoint END,
+        checkpoint_at = CASE WHEN :keep_checkpoint THEN checkpoint_at
+            WHEN :checkpoint IS NULL THEN NULL ELSE {now} END, {counts}
+    WHERE id = (SELECT id FROM {job} WHERE {owned} {lock})
+    RETURNING {requested}""")
+_SET_PROGRESS = _statement("""
+    UPDATE {job} SET heartbeat_at = {now}, {counts} WHERE {owned}
+    RETURNING {requested}""")
+
+_YIELD_SLICE = _statement("""
+    UPDATE {job} SET status = 'pending', continuation_seq = continuation_seq + 1, {let_go},
+        pending_since = {now}, next_run_at = {after :delay}, interruptions = interruptions + :interrupted,
+        {fold}, {counts}
+    WHERE {owned} RETURNING {columns}""")
+_GIVE_BACK = _statement("""
+    UPDATE {job} SET status = 'pending', {let_go}, pending_since = {now}, next_run_at = {now}, {fold}
+    WHERE {owned} RETURNING {columns}""")
+# The verdict and the delay come from the counter as it stands under the row's lock: a commit earlier in the
+# slice has reset it. The shift is clamped before it is computed.
+_FAIL_SLICE = _statement("""
+    UPDATE {job} SET {let_go}, consecutive_failures = consecutive_failures + 1,
+        error_class = :error_class, error_code = :code, error_type = :error_type,
+        error_message = :error_message,
+        verdict = CASE WHEN :error_class = 'unrecoverable' THEN 'unrecoverable'
+            WHEN :error_class = 'terminal' OR consecutive_failures + 1 >= :max_failures
+                THEN 'retry_exhausted' END,
+        next_run_at = {after {least}(:longest, :first * CASE WHEN :exponential
+            THEN (1 << {least}(consecutive_failures, 20)) ELSE 1 END)}, {fold}, {counts}
+    WHERE {owned} RETURNING {columns}""")
+_RELEASE_LEASE = _statement("""
+    UPDATE {job} SET {let_go}, next_run_at = {after :delay}, {fold}
+    WHERE {owned} RETURNING {columns}""")
+
+_COMPLETE = _statement("""
+    UPDATE {job} SET status = 'completed', {end}, result = :result, error_class = NULL,
+        error_code = NULL, error_type = NULL, error_message = NULL, {counts}
+    WHERE {owned} AND verdict IS NULL RETURNING {columns}""")
+# By epoch alone: the failing path has let the lease go before it decides.
+_FAIL_TERMINAL = _statement("""
+    UPDATE {job} SET status = 'failed', {end}, {fold},
+        parked_at = CASE WHEN :parked THEN {now} END,
+        error_class = coalesce(:error_class, error_class, 'terminal'),
+        error_code = coalesce(:code, error_code), error_type = coalesce(:error_type, error_type),
+        error_message = coalesce(:error_message, error_message)
+    WHERE id = :id AND status = 'running' AND lease_epoch = :epoch RETURNING {columns}""")
+_CANCEL_RUNNING = _statement("""
+    UPDATE {job} SET {cancel}, {counts}
+    WHERE id = :id AND status = 'running' AND lease_epoch = :epoch RETURNING {columns}""")
+
+_REQUEST_CANCEL = _statement(
+    """
+    WITH target AS MATERIALIZED (
+        SELECT id AS target_id FROM {job} WHERE id = :id AND (:any OR {in_scope})
+            AND status IN ('held', 'pending', 'running') {skip_locked}),
+    stamped AS (
+        UPDATE {job} SET cancelled_by_id = CASE WHEN {job}.cancel_requested_at IS NULL THEN :user
+                ELSE {job}.cancelled_by_id END,
+            cancel_requested_at = coalesce({job}.cancel_requested_at, {now})
+        FROM target WHERE {job}.id = target.target_id RETURNING {job}.id),
+    posted AS (
+        INSERT INTO durable_jobs_cancelrequest (job_id, requested_at, actor, actor_user_id, reason)
+        SELECT id, {now}, :actor, :user, :reason FROM {job}
+        WHERE id = :id AND (:any OR {in_scope}) AND status IN ('held', 'pending', 'running')
+            AND NOT EXISTS (SELECT 1 FROM target) RETURNING job_id)
+    SELECT 'stamped' FROM stamped UNION ALL SELECT 'posted' FROM posted""",
+    """
+    UPDATE {job} SET cancelled_by_id = CASE WHEN {job}.cancel_requested_at IS NULL THEN :user
+            ELSE {job}.cancelled_by_id END,
+        cancel_requested_at = coalesce({job}.cancel_requested_at, {now})
+    WHERE id = :id AND (:any OR {in_scope}) AND status IN ('held', 'pending', 'running')
+    RETURNING 'stamped'""",
+)
+_FOLD_CANCEL = _statement("""
+    UPDATE {job} SET {fold}
+    WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.status IN ('held', 'pending', 'running')
+        {skip_locked}) AND {mailbox} RETURNING {columns}""")
+_EMPTY_MAILBOX = _statement("DELETE FROM durable_jobs_cancelrequest WHERE job_id = :id")
+_CANCEL_WAITING = _statement("""
+    UPDATE {job} SET {cancel}
+    WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id
+        AND (c.status IN ('held', 'pending') OR (c.status = 'running' AND c.lease_owner IS NULL))
+        {skip_locked})
+    AND (cancel_requested_at IS NOT NULL OR {mailbox}) RETURNING {columns}""")
+_CANCELLING = _statement("""
+    SELECT id, kind, {asked} FROM {job}
+    WHERE cancel_requested_at IS NOT NULL AND finished_at IS NULL
+        AND (status <> 'running' OR lease_owner IS NULL) AND queue_name <> :manual AND {sweep}
+    ORDER BY id LIMIT :batch""")
+
+# An orphan of paused work waits; its cancel does not.
+_ORPHANS = _statement("""
+    SELECT id, kind, tenant_id, organization_id, lease_owner, lease_epoch, lease_expires_at,
+        cancel_requested_at IS NOT NULL OR {mailbox}, verdict, redrives_since_commit, {overdue}
+    FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL AND queue_name <> :manual
+        AND lease_expires_at < {before :grace} AND {sweep}
+        AND (cancel_requested_at IS NOT NULL OR {mailbox} OR NOT {paused})
+    ORDER BY id LIMIT :batch""")
+_TAKE_ORPHAN = _statement("""
+    UPDATE {job} SET status = 'pending', {let_go}, lease_epoch = lease_epoch + 1,
+        redrives = redrives + 1, redrives_since_commit = redrives_since_commit + 1,
+        pending_since = {now}, next_run_at = {after :delay}
+    WHERE {orphan} AND cancel_requested_at IS NULL AND verdict IS NULL AND NOT {mailbox} AND NOT {paused}
+    RETURNING {columns}""")
+_PARK_ORPHAN = _statement("""
+    UPDATE {job} SET status = 'failed', {end}, parked_at = {now}, error_code = :code,
+        error_class = coalesce(error_class, 'terminal'),
+        error_message = coalesce(error_message, :message)
+    WHERE {orphan} AND cancel_requested_at IS NULL AND NOT {mailbox} AND NOT {paused}
+    RETURNING {columns}""")
+_CANCEL_ORPHAN = _statement("""
+    UPDATE {job} SET {cancel}
+    WHERE {orphan} AND (cancel_requested_at IS NOT NULL OR {mailbox}) RETURNING {columns}""")
+_DEAD_LEASES = _statement("""
+    SELECT id, kind, tenant_id, organization_id, lease_owner, lease_epoch, lease_expires_at,
+        cancel_requested_at IS NOT NULL OR {mailbox}, verdict, redrives_since_commit, {overdue}
+    FROM {job} WHERE status = 'running' AND lease_owner = :owner""")
+_MAILED = _statement("""
+    SELECT DISTINCT m.job_id FROM durable_jobs_cancelrequest m JOIN {job} ON {job}.id = m.job_id
+    WHERE {job}.status IN ('held', 'pending', 'running') AND {sweep} ORDER BY m.job_id LIMIT :batch""")
+_IS_FREE = _statement("SELECT 1 FROM {job} WHERE id = :id {skip_locked}")
+# A row's lock is not in pg_locks, but the row names the transaction that took it last.
+_HOLDERS = _statement(
+    """
+    SELECT l.pid, coalesce(a.state, ''),
+        coalesce(extract(epoch FROM clock_timestamp() - a.xact_start), 0)::float8
+    FROM {job} JOIN pg_locks l
+        ON l.locktype = 'transactionid' AND l.transactionid = {job}.xmax AND l.granted AND l.pid IS NOT NULL
+    LEFT JOIN pg_stat_activity a ON a.pid = l.pid WHERE {job}.id = :id""",
+    "SELECT 0, '', 0.0 FROM {job} WHERE false AND id = :id",
+)
+
+_REDRIVE = _statement("""
+    UPDATE {job} SET status = 'pending', {let_go}, lease_epoch = lease_epoch + 1,
+        redrives = redrives + 1, pending_since = {now}, next_run_at = {after :delay},
+        redrives_since_commit = 0, lost_deliveries = 0, consecutive_failures = 0, mirror_attempts = 0,
+        verdict = NULL, parked_at = NULL, error_class = NULL, error_code = NULL, error_type = NULL,
+        finished_at = NULL, domain_mirrored_at = NULL, cancel_requested_at = NULL, cancelled_by_id = NULL,
+        checkpoint = CASE WHEN :restart THEN NULL ELSE checkpoint END,
+        checkpoint_at = CASE WHEN :restart THEN NULL ELSE checkpoint_at END,
+        processed_count = CASE WHEN :restart THEN 0 ELSE processed_count END
+    WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND (:any OR (c.tenant_id = :tenant
+            AND coalesce(c.organization_id, '') = coalesce(:organization, '')))
+        AND (c.status = 'failed' OR (c.status = 'running' AND (c.lease_owner IS NULL
+            OR c.lease_expires_at < {before :grace})))
+        AND (:forced OR c.verdict IS NULL OR c.verdict <> 'unrecoverable') {skip_locked})
+    RETURNING {columns}""")
+
+_SETTLE = _statement("""
+    UPDATE {job} SET {end_unmirrored}, verdict = CASE WHEN {requested} IS NULL THEN verdict END,
+        status = CASE WHEN {requested} IS NULL THEN 'failed' ELSE 'cancelled' END,
+        cancel_requested_at = {requested}, error_class = coalesce(error_class, 'terminal')
+    WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND (:any OR (c.tenant_id = :tenant
+            AND coalesce(c.organization_id, '') = coalesce(:organization, ''))) AND c.mirror_attempts > 0
+        AND (c.status IN ('held', 'pending') OR (c.status = 'running' AND (c.lease_owner IS NULL
+            OR c.lease_expires_at < {before :grace}))) {skip_locked})
+    RETURNING {columns}""")
+
+_BUMP_MIRROR = _statement("""
+    UPDATE {job} SET mirror_attempts = mirror_attempts + 1
+    WHERE id = :id AND status IN ('held', 'pending', 'running', 'failed') AND lease_epoch = :epoch""")
+_SET_DELIVERY = _statement("""
+    UPDATE {job} SET queue_job_id = :queue_job_id
+    WHERE id = :id AND continuation_seq = :seq AND redrives = :redrives AND finished_at IS NULL""")
+
+_ADD_EVENT = _statement("""
+    INSERT INTO durable_jobs_event (job_id, created_at, event, kind, tenant_id, organization_id, epoch, seq,
+        owner, actor, actor_id, reason, operation_id, code, error_type, message, traceback, data, release)
+    VALUES (:id, {now}, :event, :kind, :tenant, :organization, :epoch, :seq, :owner, :actor, :actor_id,
+        :reason, :operation_id, :code, :error_type, :message, :traceback, :data, :release)""")
+
+_WORKER_STARTED = _statement("""
+    INSERT INTO durable_jobs_worker (owner, host, pid, queues, kinds, concurrency, release, started_at,
+        beat_at) VALUES (:owner, :host, :pid, :queue, :kind, :concurrency, :release, {now}, {now})
+    ON CONFLICT (owner) DO UPDATE SET beat_at = excluded.beat_at""")
+_WORKER_BEAT = _statement("UPDATE durable_jobs_worker SET beat_at = {now} WHERE owner = :owner")
+_WORKER_STOPPED = _statement("DELETE FROM durable_jobs_worker WHERE owner = :owner")
+_FORGET_WORKERS = _statement("DELETE FROM durable_jobs_worker WHERE beat_at < {before :grace}")
+
+_PAUSE = _statement("""
+    INSERT INTO durable_jobs_pause (queue_name, kind, tenant_id, reason, actor, since)
+    VALUES (:queue, :kind, :tenant, :reason, :actor, {now})
+    ON CONFLICT (queue_name, kind, tenant_id) DO UPDATE SET reason = excluded.reason, actor = excluded.actor""")
+_UNPAUSE = _statement("""
+    DELETE FROM durable_jobs_pause WHERE queue_name = :queue AND kind = :kind AND tenant_id = :tenant""")
+_LEASED = _statement("""
+    SELECT count(*) FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL
+        AND lease_expires_at >= {now} AND (:queue = '' OR queue_name = :queue) AND (:kind = '' OR kind = :kind)
+        AND (:tenant = '' OR tenant_id = :tenant)""")
+_NOW = _statement("SELECT {now}")
+
+_UNFINISHED = _statement(
+    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running') AND queue_name = ANY(:queues)
+        AND kind = ANY(:kinds) AND (next_run_at IS NULL OR next_run_at <= {now} OR attempts > 0) LIMIT 1""",
+    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running')
+        AND queue_name IN (SELECT value FROM json_each(:queues))
+        AND kind IN (SELECT value FROM json_each(:kinds))
+        AND (next_run_at IS NULL OR next_run_at <= {now} OR attempts > 0) LIMIT 1""",
+)
+
+
+# --- reading --------------------------------------------------------------------------------------------
+
+
+def _jobs(connection: BaseDatabaseWrapper, rows: Sequence[Sequence[Any]]) -> list[Job]:
+    return database.loader(Job, connection).load(connection, rows)
+
+
+def _one(connection: BaseDatabaseWrapper, rows: Sequence[Sequence[Any]]) -> Job | None:
+    loaded = _jobs(connection, rows)
+    return loaded[0] if loaded else None
+
+
+def _uuid(value: Any) -> UUID:
+    return value if isinstance(value, UUID) else UUID(hex=value)
+
+
+def _moment(connection: BaseDatabaseWrapper, value: Any) -> datetime:
+    moment = value if isinstance(value, datetime) else datetime.fromisoformat(value)
+    return moment if moment.tzinfo else moment.replace(tzinfo=connection.timezone)
+
+
+def get(job_id: UUID) -> Job | None:
+    """The row as it now is, whatever its scope."""
+    connection = database.connection()
+    return _one(connection, _BY_ID.run(connection, id=job_id))
+
+
+def by_idempotency_key(kind: str, key: str, scope: Scope) -> Job | None:
+    """The job that this key made, in whatever status it is."""
+    connection = database.connection()
+    rows = _BY_IDEMPOTENCY_KEY.run(
+        connection, idempotency_key=key, kind=kind, tenant=scope.tenant, organization=scope.organization
+    )
+    return _one(connection, rows)
+
+
+def by_lock_key(key: str, scope: Scope) -> Job | None:
+    """The live job that holds this lock key."""
+    connection = database.connection()
+    rows = _BY_LOCK_KEY.run(connection, lock_key=key, tenant=scope.tenant, organization=scope.organization)
+    return _one(connection, rows)
+
+
+def routes() -> list[Route]:
+    """Every (queue, kind, priority) with claimable rows, by a loose scan of the ready index."""
+    connection = database.connection()
+    return [Route(*row) for row in _ROUTES.run(connection)]
+
+
+def still_mine(lease: Lease) -> bool:
+    """Whether the row still carries this owner and epoch. True only now: it locks nothing."""
+    connection = database.connection()
+    return bool(_STILL_MINE.run(connection, id=lease.job_id, owner=lease.owner, epoch=lease.epoch))
+
+
+def unfinished(queues: Sequence[str], kinds: Sequence[str]) -> bool:
+    """Whether work of these queues and kinds is due, has begun and is not at its end, or waits for a retry.
+
+    Jobs that were only scheduled for later do not count.
+    """
+    connection = database.connection()
+    return bool(_UNFINISHED.run(connection, queues=list(queues), kinds=list(kinds)))
+
+
+# --- starting -------------------------------------------------------------------------------------------
+
+
+def insert(new: NewJob) -> Job | None:
+    """→ pending or held. None when the idempotency key or the live lock key is taken already.
+
+    Joins the caller's transaction, which stays usable. It may wait there for a rival that holds the same
+    key in an open transaction.
+    """
+    using = database.alias()
+    with _joining(using) as connection:
+        values = {name: value for name, value in asdict(new).items() if name not in ("created_by",)}
+        return _one(connection, _INSERT.run(connection, user=new.created_by, **values))
+
+
+def insert_many(rows: Sequence[NewJob]) -> dict[UUID, Job]:
+    """→ pending or held, many in one statement; what met a taken key is missing from the answer.
+
+    Give the rows sorted by key: two transactions that insert the same keys in opposite order deadlock.
+    """
+    using = database.alias()
+    if not _insert_many:
+        text = _insert_many_postgresql().replace("USER_TYPE", _user_type())
+        _insert_many.append(_statement(text, _INSERT_MANY_SQLITE))
+    with _joining(using) as connection:
+        sent = []
+        for number, new in enumerate(rows):
+            row = {**asdict(new), "n": number, "id": _plain(connection, new.id)}
+            row["progress_job_id"] = _plain(connection, new.progress_job_id)
+            row["created_by"] = _plain(connection, new.created_by)
+            row["run_at"] = _plain(connection, new.run_at)
+            sent.append(row)
+        inserted = _jobs(connection, _insert_many[0].run(connection, rows=_JsonRows(sent)))
+    return {job.id: job for job in inserted}
+
+
+class _JsonRows(str):
+    def __new__(cls, rows: list[dict[str, Any]]) -> _JsonRows:
+        return super().__new__(cls, json.dumps(rows))
+
+
+def _plain(connection: BaseDatabaseWrapper, value: Any) -> Any:
+    if connection.vendor == "sqlite":
+        return database._adapt_sqlite(value)
+    return value.isoformat() if isinstance(value, datetime) else (None if value is None else str(value))
+
+
+@contextmanager
+def _joining(using: str) -> Iterator[BaseDatabaseWrapper]:
+    """A single statement that joins the caller's transaction, or is one of its own."""
+    connection = connections[using]
+    if connection.vendor == "postgresql" or connection.in_atomic_block:
+        yield connection
+        return
+    with database.transaction(using) as own:
+        yield own
+
+
+# --- claiming -------------------------------------------------------------------------------------------
+
+
+def claim(job_id: UUID, seq: int, redrives: int, owner: str, ttl: float) -> Job | Answer | None:
+    """pending, or running without owner → running, epoch + 1, attempts + 1, for this delivery's identity.
+
+    Never looks at next_run_at's value (a delivery may come early) nor at any expiry. BUSY when the row is
+    still claimable but locked: ask again. None: refused for good.
+    """
+    using = database.alias()
+    with database.statement(using, what="claim") as connection:
+        identity = {"id": job_id, "seq": seq, "redrives": redrives}
+        rows = _CLAIM.run(connection, **identity, owner=owner, ttl=ttl)
+        if rows:
+            return _one(connection, rows)
+        return BUSY if _STILL_CLAIMABLE.run(connection, **identity) else None
+
+
+def claim_next(owner: str, limit: int, probes: Sequence[Probe]) -> list[Claimed]:
+    """pending or running without owner, due → running: never more than `limit`, highest priority first."""
+    if not probes or limit < 1:
+        return []
+    using = database.alias()
+    size = max(size for size in _CLAIM_SIZES if size <= limit)
+    ordered = sorted(probes, key=lambda probe: -probe.priority)
+    with database.statement(using, what="claim_next") as connection:
+        rows = _CLAIM_NEXT[size].run(
+            connection,
+            owner=owner,
+            queues=[probe.queue for probe in ordered],
+            kinds=[probe.kind for probe in ordered],
+            priorities=[probe.priority for probe in ordered],
+            floors=[probe.floor for probe in ordered],
+            ttls=[probe.ttl for probe in ordered],
+            probes=[[probe.queue, probe.kind, probe.priority, probe.ttl] for probe in ordered],
+        )
+        jobs = _jobs(connection, rows)
+    claimed = [Claimed(job, row[-1]) for job, row in zip(jobs, rows, strict=True)]
+    return sorted(claimed, key=lambda one: (-one.job.priority, one.job.id))
+
+
+def give_back(lease: Lease) -> Job | None:
+    """running → pending with the same seq: claimed and not begun. Counts nothing."""
+    with database.statement(database.alias(), what="give_back") as connection:
+        return _one(connection, _GIVE_BACK.run(connection, **_named(lease)))
+
+
+# --- the lease ------------------------------------------------------------------------------------------
+
+
+def beat_many(owner: str, leases: Sequence[Lease]) -> dict[UUID, Beat]:
+    """running → running: renew all leases of one owner in one statement that waits for no row.
+
+    A row locked by somebody is not renewed but still mine. A job missing from the answer is lost.
+    """
+    if not leases:
+        return {}
+    with database.statement(database.alias(), what="beat", urgent=True) as connection:
+        rows = _BEAT_MANY.run(
+            connection,
+            owner=owner,
+            ids=[lease.job_id for lease in leases],
+            epochs=[lease.epoch for lease in leases],
+            ttls=[lease.ttl for lease in leases],
+            leases=[[lease.job_id, lease.epoch, lease.ttl] for lease in leases],
+        )
+    return {_uuid(row[0]): Beat(*(bool(value) for value in row[1:5])) for row in rows}
+
+
+def strangers(owner: str, known: Collection[UUID]) -> list[tuple[UUID, int]]:
+    """(id, epoch) of running rows of this owner that it does not know: claims whose reply was lost."""
+    connection = database.connection()
+    rows = _STRANGERS.run(connection, owner=owner, known=list(known))
+    return [(_uuid(job_id), epoch) for job_id, epoch in rows]
+
+
+def lock_fence(lease: Lease, idle_seconds: float) -> bool:
+    """Lock the row for the transaction that is open; False when owner or epoch moved on.
+
+    Owner and epoch suffice, past the expiry too, as long as nobody took the job. On PostgreSQL the
+    transaction also gets an idle timeout, so that a half-dead peer cannot keep the row locked.
+    """
+    connection = database.connection()
+    idle = str(max(1, int(idle_seconds * 1000)))
+    return bool(_LOCK_FENCE.run(connection, **_named(lease), idle=idle))
+
+
+def write_checkpoint(
+    lease: Lease, checkpoint: str | Sentinel | None = KEEP, counts: Counts = NO_COUNTS
+) -> bool | None:
+    """running → running: a commit. Renews the lease, zeroes the limits used, stamps last_committed_at.
+
+    Answers whether a cancel was requested; None when owner or epoch moved on.
+    """
+    with database.statement(database.alias(), what="save_checkpoint") as connection:
+        rows = _WRITE_CHECKPOINT.run(
+            connection,
+            **_named(lease),
+            **_laid_over(counts),
+            ttl=lease.ttl,
+            keep_checkpoint=checkpoint is KEEP,
+            checkpoint=None if checkpoint is KEEP else checkpoint,
+        )
+    return rows[0][0] is not None if rows else None
+
+
+def set_progress(lease: Lease, counts: Counts) -> bool | None:
+    """running → running: counts and message; renews nothing. Answers as `write_checkpoint`."""
+    with database.statement(database.alias(), what="progress") as connection:
+        rows = _SET_PROGRESS.run(connection, **_named(lease), **_laid_over(counts))
+    return rows[0][0] is not None if rows else None
+
+
+# --- the end of a slice ---------------------------------------------------------------------------------
+
+
+def yield_slice(
+    lease: Lease, after: float = 0.0, *, interrupted: bool = False, counts: Counts = NO_COUNTS
+) -> Job | None:
+    """running → pending with seq + 1, due in `after` seconds. No failure; `interrupted` counts a drain."""
+    with database.statement(database.alias(), what="yield") as connection:
+        rows = _YIELD_SLICE.run(
+            connection, **_named(lease), **_laid_over(counts), delay=after, interrupted=int(interrupted)
+        )
+        return _one(connection, rows)
+
+
+def fail_slice(
+    lease: Lease,
+    facts: ErrorFacts,
+    *,
+    max_failures: int,
+    first_delay: float,
+    longest_delay: float,
+    exponential: bool,
+    counts: Counts = NO_COUNTS,
+) -> Job | None:
+    """running → running without owner, next_run_at set, one failure more, the verdict decided here.
+
+    Unrecoverable: verdict at once, whatever the count. Terminal, or the count at its limit:
+    retry_exhausted. Seq and redrives stay, so the same delivery can claim again.
+    """
+    with database.statement(database.alias(), what="fail") as connection:
+        rows = _FAIL_SLICE.run(
+            connection,
+            **_named(lease),
+            **_laid_over(counts),
+            **_error(facts),
+            max_failures=max_failures,
+            first=first_delay,
+            longest=longest_delay,
+            exponential=exponential,
+        )
+        return _one(connection, rows)
+
+
+def release_lease(lease: Lease, delay: float) -> Job | None:
+    """running → running without owner, due in `delay` seconds. Counts nothing."""
+    with database.statement(database.alias(), what="release") as connection:
+        return _one(connection, _RELEASE_LEASE.run(connection, **_named(lease), delay=delay))
+
+
+# --- terminal: called inside the one transaction of lifecycle -------------------------------------------
+
+
+def complete(lease: Lease, result: str | None, counts: Counts = NO_COUNTS) -> Job | None:
+    """running → completed. Owner and epoch, and no verdict on the row."""
+    connection = database.connection()
+    rows = _COMPLETE.run(connection, **_named(lease), **_laid_over(counts), result=result)
+    return _one(connection, rows)
+
+
+def fail_terminal(
+    job_id: UUID, epoch: int, facts: ErrorFacts | None = None, *, parked: bool = False
+) -> Job | None:
+    """running → failed (with `parked` it waits for a human). Epoch alone: the lease may be let go already."""
+    connection = database.connection()
+    rows = _FAIL_TERMINAL.run(connection, id=job_id, epoch=epoch, parked=parked, **_error(facts))
+    return _one(connection, rows)
+
+
+def cancel_running(job_id: UUID, epoch: int, counts: Counts = NO_COUNTS) -> Job | None:
+    """running → cancelled, by epoch alone. A step that cancels itself stamps the request."""
+    connection = database.connection()
+    job = _one(connection, _CANCEL_RUNNING.run(connection, id=job_id, epoch=epoch, **_laid_over(counts)))
+    return _emptied(connection, job)
+
+
+def cancel_waiting(job_id: UUID) -> Job | None:
+    """pending, held, or running without owner → cancelled, if a cancel was requested."""
+    connection = database.connection()
+    return _emptied(connection, _one(connection, _CANCEL_WAITING.run(connection, id=job_id)))
+
+
+def _emptied(connection: BaseDatabaseWrapper, job: Job | None) -> Job | None:
+    if job is not None:
+        _EMPTY_MAILBOX.run(connection, id=job.id)
+    return job
+
+
+def request_cancel(
+    job_id: UUID, *, scope: Scope | None, actor: str = "", user: Any = None, reason: str = ""
+) -> str | None:
+    """live or held → the same, with the first request's time and user: `stamped`.
+
+    Never waits: a locked row gets a line in the mailbox: `posted`. None: no such live job in that scope.
+    `scope=None` means whatever scope.
+    """
+    connection = database.connection()
+    rows = _REQUEST_CANCEL.run(connection, id=job_id, **_in(scope), actor=actor, user=user, reason=reason)
+    return rows[0][0] if rows else None
+
+
+def fold_cancel(job_id: UUID) -> Job | None:
+    """live or held → the same: a mailed cancel request is stamped on the row, if nobody holds it."""
+    connection = database.connection()
+    job = _one(connection, _FOLD_CANCEL.run(connection, id=job_id))
+    return _emptied(connection, job)
+
+
+# --- repair ---------------------------------------------------------------------------------------------
+
+_FIRST = UUID(int=0)
+
+
+def orphans(
+    grace: float, after: UUID | None = None, *, batch: int = 100, tenant: str | None = None
+) -> list[Orphan]:
+    """Up to `batch` running rows with an owner whose lease ran out more than `grace` seconds ago, by id.
+
+    Locks nothing. Go on with the last id of the page, so that rows that cannot be settled never fill it.
+    Orphans of paused work are left out unless they are to be cancelled; `tenant=None` means every tenant.
+    """
+    connection = database.connection()
+    rows = _ORPHANS.run(connection, grace=grace, **_swept(after, batch, tenant))
+    return [_orphan(connection, row) for row in rows]
+
+
+def dead_leases(owner: str) -> list[Orphan]:
+    """The running rows of an owner whose process is known to have ended (its supervisor has reaped it)."""
+    connection = database.connection()
+    return [_orphan(connection, row) for row in _DEAD_LEASES.run(connection, owner=owner)]
+
+
+def _orphan(connection: BaseDatabaseWrapper, row: Sequence[Any]) -> Orphan:
+    job_id, kind, tenant, organization, owner, epoch, expires, cancel, verdict, redrives, overdue = row
+    return Orphan(
+        _uuid(job_id), kind, tenant, organization, owner, epoch, _moment(connection, expires),
+        bool(cancel), verdict, redrives, float(overdue),
+    )  # fmt: skip
+
+
+def cancelling(after: UUID | None = None, *, batch: int = 100, tenant: str | None = None) -> list[Waiting]:
+    """Up to `batch` jobs with a cancel request that nobody works on, by id.
+
+    Pending, held, or waiting for a retry; a running one is its owner's to end, or an orphan.
+    """
+    connection = database.connection()
+    rows = _CANCELLING.run(connection, **_swept(after, batch, tenant))
+    return [Waiting(_uuid(job_id), kind, float(asked)) for job_id, kind, asked in rows]
+
+
+def mailed(after: UUID | None = None, *, batch: int = 100, tenant: str | None = None) -> list[UUID]:
+    """Up to `batch` ids of live or held jobs with a request in the mailbox, by id."""
+    connection = database.connection()
+    return [_uuid(row[0]) for row in _MAILED.run(connection, **_swept(after, batch, tenant))]
+
+
+def holders(job_id: UUID) -> list[str] | None:
+    """Who holds the row's lock just now, in words; empty when that cannot be told, None when nobody does."""
+    connection = database.connection()
+    if _IS_FREE.run(connection, id=job_id):
+        return None
+    rows = _HOLDERS.run(connection, id=job_id)
+    return [f"pid {pid} ({state}, transaction open for {age:.0f} s)" for pid, state, age in rows]
+
+
+def take_orphan(orphan: Orphan, *, grace: float, delay: float, dead: bool = False) -> Job | None:
+    """orphan of work that is not paused → pending, epoch + 1, redrives + 1, due in `delay` seconds.
+
+    Every condition is restated: epoch, expiry, no verdict, no cancel. `dead`: the owner's process is known
+    to have ended, which stands in for expiry and grace.
+    """
+    connection = database.connection()
+    rows = _TAKE_ORPHAN.run(connection, **_orphaned(orphan, grace, dead), delay=delay)
+    return _one(connection, rows)
+
+
+def park_orphan(orphan: Orphan, *, grace: float, code: str, message: str, dead: bool = False) -> Job | None:
+    """orphan of work that is not paused → failed and parked with `code`; everything restated, no cancel."""
+    connection = database.connection()
+    rows = _PARK_ORPHAN.run(connection, **_orphaned(orphan, grace, dead), code=code, message=message)
+    return _one(connection, rows)
+
+
+def cancel_orphan(orphan: Orphan, *, grace: float, dead: bool = False) -> Job | None:
+    """orphan with a cancel request → cancelled; a lease renewed since it was seen is left alone."""
+    connection = database.connection()
+    job = _one(connection, _CANCEL_ORPHAN.run(connection, **_orphaned(orphan, grace, dead)))
+    return _emptied(connection, job)
+
+
+def redrive(
+    job_id: UUID,
+    *,
+    scope: Scope | None,
+    grace: float,
+    delay: float = 0.0,
+    forced: bool = False,
+    restart: bool = False,
+) -> Job | Answer | None:
+    """failed, orphaned, or waiting for its retry → pending, redrives + 1, epoch + 1, limits reset.
+
+    BUSY when another live job holds the lock key: the index has the last word. None: not redrivable
+    (or locked, or unrecoverable and not forced).
+    """
+    connection = database.connection()
+    try:
+        with Atomic(connection.alias, savepoint=True, durable=False):
+            rows = _REDRIVE.run(
+                connection, id=job_id, **_in(scope), grace=grace, delay=delay, forced=forced, restart=restart
+            )
+            return _emptied(connection, _one(connection, rows))
+    except IntegrityError as error:
+        if "durable_jobs_one_live" not in str(error):
+            raise
+        return BUSY
+
+
+def settle(job_id: UUID, *, scope: Scope | None, grace: float) -> Job | None:
+    """A live job whose hooks failed → cancelled, if that was requested, else failed; not marked as mirrored."""
+    connection = database.connection()
+    job = _one(connection, _SETTLE.run(connection, id=job_id, **_in(scope), grace=grace))
+    return _emptied(connection, job)
+
+
+def bump_mirror_attempts(job_id: UUID, epoch: int) -> bool:
+    """Count a failed hook, on the connection whose savepoint has just been rolled back."""
+    connection = database.connection()
+    return _BUMP_MIRROR.count(connection, id=job_id, epoch=epoch) > 0
+
+
+def set_delivery(job_id: UUID, seq: int, redrives: int, queue_job_id: str) -> bool:
+    """Record the transport's id of the delivery that is under way."""
+    with _joining(database.alias()) as connection:
+        return (
+            _SET_DELIVERY.count(connection, id=job_id, seq=seq, redrives=redrives, queue_job_id=queue_job_id)
+            > 0
+        )
+
+
+# --- history, workers -----------------------------------------------------------------------------------
+
+
+def add_event(
+    job: Job,
+    event: str,
+    *,
+    owner: str = "",
+    actor: str = "",
+    actor_id: str | None = None,
+    reason: str = "",
+    operation_id: str | None = None,
+    code: str = "",
+    error_type: str = "",
+    message: str = "",
+    traceback: str = "",
+    data: Any = None,
+) -> None:
+    """Append a line to the job's history, in the transaction of the change that it tells."""
+    connection = database.connection()
+    _ADD_EVENT.run(
+        connection,
+        id=job.id,
+        event=event,
+        kind=job.kind,
+        tenant=job.tenant_id,
+        organization=job.organization_id,
+        epoch=job.lease_epoch,
+        seq=job.continuation_seq,
+        owner=owner,
+        actor=actor,
+        actor_id=actor_id,
+        reason=reason,
+        operation_id=operation_id,
+        code=code,
+        error_type=error_type,
+        message=message,
+        traceback=traceback,
+        data=None if data is None else json.dumps(data),
+        release=config.RELEASE,
+    )
+
+
+def worker_started(
+    owner: str, *, host: str, pid: int, queues: Sequence[str], kinds: Sequence[str], concurrency: int
+) -> None:
+    """Put this process on the operators' screen."""
+    with database.statement(database.alias(), what="worker_started") as connection:
+        _WORKER_STARTED.run(
+            connection, owner=owner, host=host, pid=pid, queue=json.dumps(list(queues)),
+            kind=json.dumps(list(kinds)), concurrency=concurrency, release=config.RELEASE,
+        )  # fmt: skip
+
+
+def worker_beat(owner: str) -> bool:
+    """Say that this process is alive; False when its row has gone (register again)."""
+    with database.statement(database.alias(), what="worker_beat") as connection:
+        return _WORKER_BEAT.count(connection, owner=owner) > 0
+
+
+def worker_stopped(owner: str) -> None:
+    """Take this process off the screen."""
+    with database.statement(database.alias(), what="worker_stopped") as connection:
+        _WORKER_STOPPED.run(connection, owner=owner)
+
+
+def forget_workers(silent_seconds: float) -> None:
+    """Take processes off the screen that have been silent for so long."""
+    with database.statement(database.alias(), what="forget_workers") as connection:
+        _FORGET_WORKERS.run(connection, grace=silent_seconds)
+
+
+def pause(*, queue: str = "", kind: str = "", tenant: str = "", reason: str, actor: str) -> None:
+    """Stop new claims of what matches (blank matches everything); again: the reason is replaced."""
+    with _joining(database.alias()) as connection:
+        _PAUSE.run(connection, queue=queue, kind=kind, tenant=tenant, reason=reason, actor=actor)
+
+
+def unpause(*, queue: str = "", kind: str = "", tenant: str = "") -> bool:
+    """Take away the pause of exactly this queue, kind and tenant; False when there is none."""
+    with _joining(database.alias()) as connection:
+        return _UNPAUSE.count(connection, queue=queue, kind=kind, tenant=tenant) > 0
+
+
+def leased(*, queue: str = "", kind: str = "", tenant: str = "") -> int:
+    """How many matching jobs are running under a live lease."""
+    connection = database.connection()
+    return int(_LEASED.run(connection, queue=queue, kind=kind, tenant=tenant)[0][0])
+
+
+def now() -> datetime:
+    """The database's clock, which judges leases and schedules."""
+    connection = database.connection()
+    return _moment(connection, _NOW.run(connection)[0][0])
+
+
+# --- parameters -----------------------------------------------------------------------------------------
+
+
+def _named(lease: Lease) -> dict[str, Any]:
+    return {"id": lease.job_id, "owner": lease.owner, "epoch": lease.epoch}
+
+
+def _laid_over(counts: Counts) -> dict[str, Any]:
+    return {
+        "processed": counts.processed,
+        "keep_total": counts.total is KEEP,
+        "total": None if counts.total is KEEP else counts.total,
+        "message": counts.message,
+    }
+
+
+def _error(facts: ErrorFacts | None) -> dict[str, Any]:
+    if facts is None:
+        return {"error_class": None, "code": None, "error_type": None, "error_message": None}
+    return {
+        "error_class": str(facts.error_class),
+        "code": facts.code,
+        "error_type": facts.type,
+        "error_message": facts.message,
+    }
+
+
+def _in(scope: Scope | None) -> dict[str, Any]:
+    if scope is None:
+        return {"any": True, "tenant": "", "organization": None}
+    return {"any": False, "tenant": scope.tenant, "organization": scope.organization}
+
+
+def _swept(after: UUID | None, batch: int, tenant: str | None) -> dict[str, Any]:
+    return {
+        "after_id": after or _FIRST,
+        "batch": batch,
+        "any": tenant is None,
+        "tenant": tenant or "",
+        "manual": MANUAL_QUEUE,
+    }
+
+
+def _orphaned(orphan: Orphan, grace: float, dead: bool) -> dict[str, Any]:
+    return {
+        "id": orphan.id,
+        "epoch": orphan.epoch,
+        "grace": grace,
+        "dead_owner": orphan.owner if dead else None,
+    }
