@@ -168,6 +168,12 @@ class Keeper:
         self._at_once = True
         self._wake.set()
 
+    def has_committed(self, lease: Lease) -> bool:
+        """Whether the slice of this lease has committed since it began, or has ended."""
+        with self._guard:
+            hold = self._holds.get((lease.job_id, lease.epoch))
+        return hold is None or hold.last_commit > hold.begun
+
     @property
     def overdue(self) -> list[Hold]:
         """The holds of slices that count as hung."""

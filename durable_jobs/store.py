@@ -175,7 +175,7 @@ _TYPES: dict[str, str] = {
     "queues": "text[]", "kinds": "text[]", "priorities": "int[]", "floors": "timestamptz[]",
     "probes": "json", "manual": "text", "leases": "json", "rows": "json", "known": "uuid[]", "batch": "int",
     "idle": "text", "actor": "text", "actor_id": "text", "reason": "text", "event": "text",
-    "operation_id": "text", "traceback": "text", "data": "jsonb", "release": "text",
+    "operation_id": "text", "traceback": "text", "data": "jsonb", "release": "text", "suspects": "boolean",
     "host": "text", "pid": "int", "concurrency": "int", "queue_job_id": "text", "any": "boolean",
 }  # fmt: skip
 
@@ -214,6 +214,8 @@ def _snippets(vendor: str) -> Mapping[str, str]:
         "unpaused": """NOT EXISTS (SELECT 1 FROM durable_jobs_pause p
             WHERE (p.queue_name = '' OR p.queue_name = c.queue_name)
               AND (p.kind = '' OR p.kind = c.kind) AND (p.tenant_id = '' OR p.tenant_id = c.tenant_id))""",
+        # Poison takes its neighbours along: a process that runs one suspect claims no second.
+        "fit": "{unpaused} AND (:suspects OR c.redrives_since_commit = 0)",
         "paused": """EXISTS (SELECT 1 FROM durable_jobs_pause p
             WHERE (p.queue_name = '' OR p.queue_name = {job}.queue_name)
               AND (p.kind = '' OR p.kind = {job}.kind) AND (p.tenant_id = '' OR p.tenant_id = {job}.tenant_id))""",
@@ -330,7 +332,7 @@ def _claim_next(size: int) -> Statement:
             SELECT c.id, c.next_run_at FROM {{job}} c
             WHERE c.queue_name = g.queue AND c.kind = g.kind AND c.priority = g.priority
                 AND c.next_run_at IS NOT NULL AND c.next_run_at <= {{index_now}}
-                AND c.next_run_at >= coalesce(g.floor, '-infinity') AND {{unpaused}}
+                AND c.next_run_at >= coalesce(g.floor, '-infinity') AND {{fit}}
             ORDER BY c.next_run_at LIMIT {size} {{skip_locked}}) ready
         LIMIT {size})
     UPDATE {{job}} SET {{take}}, lease_expires_at = {{after due.due_ttl}}
@@ -345,13 +347,25 @@ def _claim_next(size: int) -> Statement:
         SELECT c.id FROM json_each(:probes) g CROSS JOIN {{job}} c INDEXED BY durable_jobs_ready
         WHERE c.queue_name = json_extract(g.value, '$[0]') AND c.kind = json_extract(g.value, '$[1]')
             AND c.priority = json_extract(g.value, '$[2]') AND c.next_run_at IS NOT NULL
-            AND c.next_run_at <= {{index_now}} AND {{unpaused}}
+            AND c.next_run_at <= {{index_now}} AND {{fit}}
         LIMIT {size})
     RETURNING {{columns}}, NULL""",
     )
 
 
 _CLAIM_NEXT = {size: _claim_next(size) for size in _CLAIM_SIZES}
+
+_IS_DUE = _statement(
+    """
+    SELECT 1 FROM unnest(:queues, :kinds, :priorities) AS g(queue, kind, priority) JOIN {job} c
+        ON c.queue_name = g.queue AND c.kind = g.kind AND c.priority = g.priority
+    WHERE c.next_run_at IS NOT NULL AND c.next_run_at <= {index_now} AND {fit} LIMIT 1""",
+    """
+    SELECT 1 FROM json_each(:probes) g CROSS JOIN {job} c INDEXED BY durable_jobs_ready
+    WHERE c.queue_name = json_extract(g.value, '$[0]') AND c.kind = json_extract(g.value, '$[1]')
+        AND c.priority = json_extract(g.value, '$[2]') AND c.next_run_at IS NOT NULL
+        AND c.next_run_at <= {index_now} AND {fit} LIMIT 1""",
+)
 
 _ROUTES = _statement(
     """
@@ -451,9 +465,9 @@ _FAIL_SLICE = _statement("""
     UPDATE {job} SET {let_go}, consecutive_failures = consecutive_failures + 1,
         error_class = :error_class, error_code = :code, error_type = :error_type,
         error_message = :error_message,
-        verdict = CASE WHEN :error_class = 'unrecoverable' THEN 'unrecoverable'
+        verdict = CASE WHEN :error_class = 'unrecoverable' OR verdict = 'unrecoverable' THEN 'unrecoverable'
             WHEN :error_class = 'terminal' OR consecutive_failures + 1 >= :max_failures
-                THEN 'retry_exhausted' END,
+                THEN 'retry_exhausted' ELSE verdict END,
         next_run_at = {after {least}(:longest, :first * CASE WHEN :exponential
             THEN (1 << {least}(consecutive_failures, 20)) ELSE 1 END)}, {fold}, {counts}
     WHERE {owned} RETURNING {columns}""")
@@ -619,10 +633,11 @@ _LEASED = _statement("""
 _NOW = _statement("SELECT {now}")
 
 _UNFINISHED = _statement(
-    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running') AND queue_name = ANY(:queues)
-        AND kind = ANY(:kinds) AND (next_run_at IS NULL OR next_run_at <= {now} OR attempts > 0) LIMIT 1""",
-    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running')
-        AND queue_name IN (SELECT value FROM json_each(:queues))
+    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running') AND (:any OR queue_name = ANY(:queues))
+        AND queue_name <> 'manual' AND kind = ANY(:kinds)
+        AND (next_run_at IS NULL OR next_run_at <= {now} OR attempts > 0) LIMIT 1""",
+    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running') AND queue_name <> 'manual'
+        AND (:any OR queue_name IN (SELECT value FROM json_each(:queues)))
         AND kind IN (SELECT value FROM json_each(:kinds))
         AND (next_run_at IS NULL OR next_run_at <= {now} OR attempts > 0) LIMIT 1""",
 )
@@ -683,13 +698,13 @@ def still_mine(lease: Lease) -> bool:
     return bool(_STILL_MINE.run(connection, id=lease.job_id, owner=lease.owner, epoch=lease.epoch))
 
 
-def unfinished(queues: Sequence[str], kinds: Sequence[str]) -> bool:
-    """Whether work of these queues and kinds is due, has begun and is not at its end, or waits for a retry.
+def unfinished(queues: Collection[str] | None, kinds: Collection[str]) -> bool:
+    """Whether work of these queues (None: of any) and kinds is due, has begun, or waits for a retry.
 
     Jobs that were only scheduled for later do not count.
     """
     connection = database.connection()
-    return bool(_UNFINISHED.run(connection, queues=list(queues), kinds=list(kinds)))
+    return bool(_UNFINISHED.run(connection, any=queues is None, queues=list(queues or ()), kinds=list(kinds)))
 
 
 # --- starting -------------------------------------------------------------------------------------------
@@ -768,8 +783,21 @@ def claim(job_id: UUID, seq: int, redrives: int, owner: str, ttl: float) -> Job 
         return BUSY if _STILL_CLAIMABLE.run(connection, **identity) else None
 
 
-def claim_next(owner: str, limit: int, probes: Sequence[Probe]) -> list[Claimed]:
-    """pending or running without owner, due → running: never more than `limit`, highest priority first."""
+def is_due(probes: Sequence[Probe], *, suspects: bool = True) -> bool:
+    """Whether `claim_next` would find something, floors aside. A read: it takes no lock."""
+    if not probes:
+        return False
+    connection = database.connection()
+    return bool(_IS_DUE.run(connection, **_probed(probes), suspects=suspects))
+
+
+def claim_next(
+    owner: str, limit: int, probes: Sequence[Probe], *, suspects: bool = True
+) -> list[Claimed]:
+    """pending or running without owner, due → running: never more than `limit`, highest priority first.
+
+    `suspects=False` leaves out what was orphaned since its last commit.
+    """
     if not probes or limit < 1:
         return []
     using = database.alias()
@@ -779,12 +807,10 @@ def claim_next(owner: str, limit: int, probes: Sequence[Probe]) -> list[Claimed]
         rows = _CLAIM_NEXT[size].run(
             connection,
             owner=owner,
-            queues=[probe.queue for probe in ordered],
-            kinds=[probe.kind for probe in ordered],
-            priorities=[probe.priority for probe in ordered],
             floors=[probe.floor for probe in ordered],
             ttls=[probe.ttl for probe in ordered],
-            probes=[[probe.queue, probe.kind, probe.priority, probe.ttl] for probe in ordered],
+            suspects=suspects,
+            **_probed(ordered),
         )
         jobs = _jobs(connection, rows)
     claimed = [Claimed(job, row[-1]) for job, row in zip(jobs, rows, strict=True)]
@@ -890,7 +916,8 @@ def fail_slice(
     """running → running without owner, next_run_at set, one failure more, the verdict decided here.
 
     Unrecoverable: verdict at once, whatever the count. Terminal, or the count at its limit:
-    retry_exhausted. Seq and redrives stay, so the same delivery can claim again.
+    retry_exhausted. A verdict on the row is never taken back. Seq and redrives stay, so the same delivery
+    can claim again.
     """
     with database.statement(database.alias(), what="fail") as connection:
         rows = _FAIL_SLICE.run(
@@ -1210,6 +1237,15 @@ def _laid_over(counts: Counts) -> dict[str, Any]:
         "keep_total": counts.total is KEEP,
         "total": None if counts.total is KEEP else counts.total,
         "message": counts.message,
+    }
+
+
+def _probed(probes: Sequence[Probe]) -> dict[str, Any]:
+    return {
+        "queues": [probe.queue for probe in probes],
+        "kinds": [probe.kind for probe in probes],
+        "priorities": [probe.priority for probe in probes],
+        "probes": [[probe.queue, probe.kind, probe.priority, probe.ttl] for probe in probes],
     }
 
 
