@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
@@ -381,7 +381,8 @@ class _Slice:
         return True
 
     def _process(self, items: list[Any]) -> None:
-        if isinstance(self.kind.process(self.ctx, items), Outcome):
+        process: Callable[..., Any] = self.kind.process
+        if isinstance(process(self.ctx, items), Outcome):
             raise _refused(
                 "process returned an outcome, but inside the batch's transaction there is only finishing and "
                 "raising. Return Yield from before_batch, or raise RetryAfter.",
@@ -600,7 +601,7 @@ class _Rows:
         return entries
 
 
-def _readable(rows: models.QuerySet[Any]) -> models.QuerySet[Any]:
+def _readable(rows: Any) -> models.QuerySet[Any]:
     query = rows.query
     if query.is_sliced:
         problem = "is sliced. Bound it with a filter"
@@ -617,7 +618,7 @@ def _readable(rows: models.QuerySet[Any]) -> models.QuerySet[Any]:
     raise _refused(f"The collection, a QuerySet of {rows.model._meta.label}, {problem}.")
 
 
-def _on_jobs_alias(rows: models.QuerySet[Any], kind: BatchKind, alias: str) -> models.QuerySet[Any]:
+def _on_jobs_alias(rows: Any, kind: BatchKind, alias: str) -> models.QuerySet[Any]:
     """From the database that the batch commits on, never from a replica behind it."""
     using = rows._db or router.db_for_write(rows.model, **rows._hints)
     if using != alias and (rows._db is None or kind.lock_rows):

@@ -179,7 +179,9 @@ class RowComparison(Func):
         super().__init__(*expressions)
         self.operator = operator
 
-    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, **extra: Any) -> tuple[str, list[Any]]:
+    def as_sql(  # type: ignore[override]
+        self, compiler: Any, connection: BaseDatabaseWrapper, **extra: Any
+    ) -> tuple[str, list[Any]]:
         texts, parameters = [], []
         for expression in self.get_source_expressions():
             text, values = compiler.compile(expression)
@@ -197,7 +199,12 @@ def _all_equal(columns: Sequence[Column], key: Key) -> Q:
 
 
 def _plain(value: Any) -> Any:
-    return bytes(value) if isinstance(value, memoryview) else value
+    """A value without what a driver or a field has wrapped it in: buffers, members of enumerations."""
+    if isinstance(value, memoryview):
+        return bytes(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _given(value: Any) -> Value:
@@ -262,7 +269,8 @@ def _turned(entry: OrderBy) -> OrderBy:
 
 
 def _columns(rows: models.QuerySet[Any], entry: OrderBy, nulls_are_largest: bool) -> Iterator[Column]:
-    path = entry.expression.name
+    expression: Any = entry.expression
+    path: str = expression.name
     if path in rows.query.annotations:
         raise Unordered(f"it is ordered by the annotation {path!r}; order it by columns")
     if path == "pk":
@@ -298,9 +306,10 @@ def _resolved(model: type[models.Model], path: str) -> tuple[str, models.Field[A
         raise Unordered(f"it is ordered by {path!r}, which is not a column; order it by columns")
     if isinstance(field, models.JSONField):
         raise Unordered(f"it is ordered by {path!r}, which holds JSON; order it by another column")
-    if field.is_relation and last != field.attname and last != "pk" and field.related_model._meta.ordering:
+    target: Any = field.related_model
+    if field.is_relation and last != field.attname and last != "pk" and target._meta.ordering:
         raise Unordered(
-            f"it is ordered by {path!r}, which means the order of {field.related_model._meta.label}; "
+            f"it is ordered by {path!r}, which means the order of {target._meta.label}; "
             f"write {'__'.join([*hops, field.attname])!r} or {path + '__<column>'!r}"
         )
     return "__".join([*hops, field.attname]), field, nullable or field.null
@@ -352,12 +361,11 @@ def _encoded(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        text = str.__str__(value)
         # JSON for a database holds neither NUL nor half characters; keys from SQLite may.
-        storable = "\x00" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
-        return text if storable else {"text": text.encode("utf-8", "surrogatepass").hex()}
+        storable = "\x00" not in value and not any("\ud800" <= character <= "\udfff" for character in value)
+        return value if storable else {"text": value.encode("utf-8", "surrogatepass").hex()}
     if isinstance(value, int):
-        return int(value)
+        return value
     for kind, tag, to_text in _TO_TEXT:
         if isinstance(value, kind):
             return {tag: to_text(value)}
