@@ -16,10 +16,12 @@ from durable_jobs import database, exceptions, keyset
 from durable_jobs.exceptions import ErrorClass, Park, RetryAfter, TerminalError, shown
 from durable_jobs.kinds import (
     ABSENT,
+    KEEP,
     Done,
     Fault,
     Kind,
     Outcome,
+    Sentinel,
     Yield,
     classify,
     fault_of_integer,
@@ -27,11 +29,10 @@ from durable_jobs.kinds import (
     is_integer,
     overrides,
 )
+from durable_jobs.logs import log
 
 if TYPE_CHECKING:
     from durable_jobs.runner import SliceContext
-
-logger = logging.getLogger("durable_jobs.batch")
 
 UNTIL_EMPTY: Final = "until_empty"
 SKIP_AT_ONCE: Final = 10_000
@@ -240,7 +241,7 @@ class _Slice:
         self.prepared: dict[Any, Any] = {}
         self.failed: dict[Any, Exception] = {}
         self.worked = False
-        self.total: int | None = None
+        self.total: int | Sentinel | None = KEEP
 
     def run(self) -> Outcome:
         self.begins = self.ctx.checkpoint is None
@@ -303,7 +304,7 @@ class _Slice:
         if position is None:
             source.finish()
             return None
-        self.position, self.total, self.worked = position, None, True
+        self.position, self.total, self.worked = position, KEEP, True
         self.one_by_one = self._expects_bad_items()
         return None
 
@@ -542,8 +543,13 @@ class _Rows:
             return None
         try:
             number = self._rows.order_by()[: limit + 1].count()
-        except DatabaseError:
-            logger.warning("batch_count_failed model=%s", self._rows.model._meta.label, exc_info=True)
+        except DatabaseError as error:
+            log(
+                "collection_not_counted",
+                level=logging.WARNING,
+                error=error,
+                model=self._rows.model._meta.label,
+            )
             return None
         return number if number <= limit else None
 
@@ -659,6 +665,8 @@ class _Items:
         return length() if length is not None else None
 
     def is_over(self, position: _Position) -> bool:
+        if isinstance(self._collection, Sequence) and (position.cursor or 0) >= len(self._collection):
+            return True
         return self._finished
 
     def finish(self) -> None:
@@ -670,7 +678,9 @@ class _Items:
             items: Iterable[Any] = self._collection[done : done + size]
         else:
             items = itertools.islice(self._iterator or (), size)
-        return [_Entry(number, item) for number, item in enumerate(items, done)]
+        entries = [_Entry(number, item) for number, item in enumerate(items, done)]
+        self._finished = len(entries) < size
+        return entries
 
     def inside(self, position: _Position, size: int, window: list[_Entry] | None) -> _Batch:
         entries = window or []
@@ -683,8 +693,8 @@ class _Items:
             try:
                 if callable(close):
                     close()
-            except Exception:
-                logger.exception("collection_close_failed job=%s", self._ctx.job.id)
+            except Exception as error:
+                log("collection_not_closed", self._ctx.job, level=logging.ERROR, error=error)
 
     def _changed(self, length: int, done: int) -> BadCollection:
         return _refused(

@@ -27,9 +27,10 @@ def tell(
     # Some names belong to the record itself, and logging refuses them.
     facts = {f"{name}_" if name in _TAKEN else name: value for name, value in facts.items()}
     fields = {name: value if isinstance(value, int | float) else str(value) for name, value in facts.items()}
+    extra = {f"{name}_" if name in _RECORD else name: value for name, value in fields.items()}
     words = [event, *(f"{name}={value}" for name, value in fields.items())]
     text = " ".join(words) + (f": {sentence}" if sentence else "")
-    logger.log(level, "%s", text, exc_info=error, extra={"event": event, **fields})
+    logger.log(level, "%s", text, exc_info=error, extra={"event": event, **extra})
 
 
 def log(
@@ -48,3 +49,5 @@ def log(
 
 
 _logger = logging.getLogger("durable_jobs.jobs")
+_RECORD = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime"))
+"""Attributes that a log record has of its own; a fact of such a name gets an underscore."""
