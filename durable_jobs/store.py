@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import json
+import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -722,7 +723,8 @@ def claim_next(owner: str, limit: int, probes: Sequence[Probe]) -> list[Claimed]
         return []
     using = database.alias()
     size = max(size for size in _CLAIM_SIZES if size <= limit)
-    ordered = sorted(probes, key=lambda probe: -probe.priority)
+    # Chance decides among equals: SQLite takes the probes as they come, and a backlog would starve the rest.
+    ordered = sorted(probes, key=lambda probe: (-probe.priority, random.random()))
     with database.statement(using, what="claim_next") as connection:
         rows = _CLAIM_NEXT[size].run(
             connection,
