@@ -129,6 +129,9 @@ class Beat(NamedTuple):
     paused: bool
 
 
+_LOST: Final = Beat(renewed=False, mine=False, cancel=False, paused=False)
+
+
 class Orphan(NamedTuple):
     """What the reconciler decides from: a running row, with owner, whose lease ran out."""
 
@@ -753,7 +756,7 @@ def give_back(lease: Lease) -> Job | None:
 def beat_many(owner: str, leases: Sequence[Lease]) -> dict[UUID, Beat]:
     """running → running: renew all leases of one owner in one statement that waits for no row.
 
-    A row locked by somebody is not renewed but still mine. A job missing from the answer is lost.
+    A row locked by somebody is not renewed but still mine. Each lease has its answer; a lost one is not mine.
     """
     if not leases:
         return {}
@@ -766,7 +769,8 @@ def beat_many(owner: str, leases: Sequence[Lease]) -> dict[UUID, Beat]:
             ttls=[lease.ttl for lease in leases],
             leases=[[lease.job_id, lease.epoch, lease.ttl] for lease in leases],
         )
-    return {_uuid(row[0]): Beat(*(bool(value) for value in row[1:5])) for row in rows}
+    beats = {lease.job_id: _LOST for lease in leases}  # SQLite answers for the renewed ones only
+    return beats | {_uuid(row[0]): Beat(*(bool(value) for value in row[1:5])) for row in rows}
 
 
 def strangers(owner: str, known: Collection[UUID]) -> list[tuple[UUID, int]]:
