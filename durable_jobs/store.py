@@ -33,7 +33,7 @@ from durable_jobs.conf import config
 from durable_jobs.database import Statement
 from durable_jobs.exceptions import ErrorFacts
 from durable_jobs.kinds import KEEP, Sentinel
-from durable_jobs.models import Job, Scope
+from durable_jobs.models import MANUAL_QUEUE, Job, Scope
 
 
 class Answer(enum.Enum):
@@ -235,6 +235,9 @@ def _snippets(vendor: str) -> Mapping[str, str]:
             if vendor == "postgresql"
             else "(julianday('now') - julianday(lease_expires_at)) * 86400.0"
         ),
+        # Rows of receipts and managers: their owner or a person ends them.
+        "manual": MANUAL_QUEUE,
+        "unattended": "queue_name <> '{manual}'",
         "least": "least" if vendor == "postgresql" else "min",
     }
 
@@ -353,7 +356,8 @@ _ROUTES = _statement(
             WHERE c.next_run_at IS NOT NULL
                 AND ROW(c.queue_name, c.kind, c.priority) > ROW(g.queue, g.kind, g.priority)
             ORDER BY c.queue_name, c.kind, c.priority, c.next_run_at LIMIT 1) n)
-    SELECT queue, kind, priority, extract(epoch FROM due - clock_timestamp())::float8 FROM g""",
+    SELECT queue, kind, priority, extract(epoch FROM due - clock_timestamp())::float8 FROM g
+    WHERE queue <> '{manual}'""",
     # SQLite's row value comparison uses the first column only: three searches, narrowest first.
     """
     WITH RECURSIVE g(id) AS (
@@ -369,7 +373,7 @@ _ROUTES = _statement(
                 ORDER BY c.queue_name, c.kind, c.priority, c.next_run_at LIMIT 1))
         FROM g CROSS JOIN {job} a ON a.id = g.id)
     SELECT queue_name, kind, priority, (julianday(next_run_at) - julianday('now')) * 86400.0
-    FROM g CROSS JOIN {job} a ON a.id = g.id""",
+    FROM g CROSS JOIN {job} a ON a.id = g.id WHERE {unattended}""",
 )
 
 _BEAT_MANY = _statement(
@@ -502,14 +506,14 @@ _CANCEL_WAITING = _statement("""
     AND (cancel_requested_at IS NOT NULL OR {mailbox}) RETURNING {columns}""")
 _CANCELLING = _statement("""
     SELECT id, kind, tenant_id, status, lease_owner, lease_epoch, lease_expires_at, cancel_requested_at
-    FROM {job} WHERE cancel_requested_at IS NOT NULL AND finished_at IS NULL
+    FROM {job} WHERE cancel_requested_at IS NOT NULL AND finished_at IS NULL AND {unattended}
         AND (status <> 'running' OR lease_owner IS NULL OR lease_expires_at < {before :grace})
         AND id > :after_id ORDER BY id LIMIT 100""")
 
 _ORPHANS = _statement("""
     SELECT id, kind, tenant_id, organization_id, lease_owner, lease_epoch, lease_expires_at,
         cancel_requested_at IS NOT NULL OR {mailbox}, verdict, redrives_since_commit, {overdue}
-    FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL
+    FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL AND {unattended}
         AND lease_expires_at < {before :grace} AND id > :after_id ORDER BY id LIMIT 100""")
 _TAKE_ORPHAN = _statement("""
     UPDATE {job} SET status = 'pending', {let_go}, lease_epoch = lease_epoch + 1,
@@ -624,7 +628,11 @@ def by_lock_key(key: str, scope: Scope) -> Job | None:
 
 
 def routes() -> list[Route]:
-    """Every (queue, kind, priority) with claimable rows, by a loose scan of the ready index."""
+    """Every (queue, kind, priority) with claimable rows, by a loose scan of the ready index.
+
+    The manual queue is not among them, nor in what `orphans` and `cancelling` answer: nobody attends to it but
+    the owners of its rows and people.
+    """
     connection = database.connection()
     return [Route(*row) for row in _ROUTES.run(connection)]
 

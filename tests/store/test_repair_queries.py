@@ -65,8 +65,10 @@ def test_the_manual_queue_is_left_alone() -> None:
     """Rows of receipts and managers belong to their owners and to people, not to the reconciler."""
     make("expired", queue_name=MANUAL_QUEUE)
     make(State("expired", request="row"), queue_name=MANUAL_QUEUE)
+    make("pending", queue_name=MANUAL_QUEUE)
     assert store.orphans(GRACE) == []
     assert store.cancelling(GRACE) == []
+    assert store.routes() == []
 
 
 def test_cancelling_is_what_no_live_lease_will_honour() -> None:
