@@ -11,6 +11,7 @@ class DurableJobsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from durable_jobs import kinds
+        from durable_jobs import checks, kinds
 
+        checks.register()
         kinds.discover()

@@ -1,22 +1,25 @@
 """The settings of the package: `settings.DURABLE_JOBS`, a dictionary, with a typed default for each name.
 
-`config.GRACE` reads through at every access, so `override_settings` works. A wrong value is handed on as it is:
-`problems()` names it, and the system checks refuse to start with it.
+`config.GRACE` reads through at every access, so `override_settings` works. Reading a wrong value raises
+ImproperlyConfigured, which names the setting and what is allowed; the system checks tell everything that
+`problems()` finds when the process starts.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar, overload
 
 from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
 
-from .exceptions import shown
+from durable_jobs.exceptions import shown
 
 NAME: Final = "DURABLE_JOBS"
+QUEUE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 T = TypeVar("T")
 Rule = Callable[[Any], "str | None"]
@@ -41,22 +44,23 @@ class Setting(Generic[T]):
     def __get__(self, instance: object | None, owner: type) -> Setting[T] | T:
         if instance is None:
             return self
-        value: T = given().get(self.name, self.default)
+        given = getattr(settings, NAME, {})
+        if not isinstance(given, Mapping):
+            raise ImproperlyConfigured(_no_dictionary(given).sentence)
+        if self.name not in given:
+            return self.default
+        value: T = given[self.name]
+        if self.rule(value):
+            raise ImproperlyConfigured(_wrong(self, value).sentence)
         return value
-
-
-def given() -> Mapping[str, Any]:
-    """Give what the project has set; empty where it is no dictionary."""
-    value = getattr(settings, NAME, {})
-    return value if isinstance(value, Mapping) else {}
 
 
 def number(least: float, most: float) -> Rule:
     """Allow numbers from `least` to `most`; a boolean is no number."""
 
     def rule(value: Any) -> str | None:
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return None if fits and least <= value <= most else f"a number from {least:,g} to {most:,g}"
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+        return None if fits else f"a number from {least:,} to {most:,}"
 
     return rule
 
@@ -120,8 +124,10 @@ def module_names(value: Any) -> str | None:
 
 
 def queue_name(value: Any) -> str | None:
-    """Allow a nonblank text of at most 100 characters other than the reserved `manual`."""
-    return text(100)(value) or ("any queue but 'manual', which is reserved" if value == "manual" else None)
+    """Allow the names of queues; `manual` is reserved for jobs that no worker runs."""
+    if isinstance(value, str) and QUEUE_NAME.fullmatch(value) and value != "manual":
+        return None
+    return "a name of at most 100 letters, digits, '.', '_' and '-', other than 'manual'"
 
 
 KIB: Final = 1024
@@ -183,40 +189,82 @@ config = Config()
 class Problem:
     """One thing that is wrong with `DURABLE_JOBS`."""
 
-    sort: Literal["shape", "unknown", "value", "contradiction", "doubtful"]
+    sort: Literal["shape", "name", "value", "contradiction", "doubt"]
     settings: tuple[str, ...]
     message: str
     way_out: str
 
+    @property
+    def sentence(self) -> str:
+        """Message and way out."""
+        return f"{self.message} {self.way_out}"
+
 
 def problems() -> list[Problem]:
     """Say everything that is wrong with `DURABLE_JOBS`: names, values, then how they fit together."""
-    value = getattr(settings, NAME, {})
-    if not isinstance(value, Mapping):
-        message = f"{NAME} is {shown(value)}, which is no dictionary."
-        return [Problem("shape", (NAME,), message, f'Write {NAME} = {{"TICK": 15}}, or leave it out.')]
+    given = getattr(settings, NAME, {})
+    if not isinstance(given, Mapping):
+        return [_no_dictionary(given)]
     known = Config.all()
-    found = [_unknown(name, known) for name in value if name not in known]
-    found += [
-        _wrong(known[name], value[name]) for name in value if name in known and known[name].rule(value[name])
+    unknown = [_unknown(name, known) for name in given if name not in known]
+    wrong = [
+        _wrong(setting, given[name])
+        for name, setting in known.items()
+        if name in given and setting.rule(given[name])
     ]
-    wrong = {name for problem in found for name in problem.settings}
-    return found + [problem for problem in _relations() if not wrong.intersection(problem.settings)]
+    # A relation of a value that is wrong by itself says nothing.
+    return unknown + wrong or list(_relations())
+
+
+def _no_dictionary(value: object) -> Problem:
+    message = f"{NAME} is {shown(value)}, which is no dictionary."
+    return Problem("shape", (NAME,), message, f'Write {NAME} = {{"TICK": 15}}, or leave it out.')
 
 
 def _unknown(name: object, known: Mapping[str, Any]) -> Problem:
     near = difflib.get_close_matches(str(name).upper(), known, n=1)
-    way_out = f"Did you mean {near[0]!r}?" if near else f"Known names: {', '.join(known)}."
-    return Problem("unknown", (str(name),), f"{NAME} has no setting {shown(name)}.", way_out)
+    way_out = f"Did you mean {near[0]!r}?" if near else f"The names are {', '.join(known)}."
+    return Problem("name", (str(name),), f"{NAME} has no setting {shown(name)}.", way_out)
 
 
 def _wrong(setting: Setting[Any], value: Any) -> Problem:
-    message = f"{NAME}[{setting.name!r}] is {shown(value)}; allowed is {setting.rule(value)}."
+    message = f"{_named(setting.name)} is {shown(value)}; allowed is {setting.rule(value)}."
     return Problem(
-        "value", (setting.name,), message, f"{setting.meaning} The default is {setting.default!r}."
+        "value", (setting.name,), message, f"The default is {setting.default!r}. {setting.meaning}"
     )
 
 
-def _relations() -> list[Problem]:
-    """Compare settings with each other. Both values fit their own range here, or the answer is dropped."""
-    return []
+def _relations() -> Iterator[Problem]:
+    """Compare settings with each other."""
+    if config.UNKNOWN_KIND_GRACE < config.GRACE:
+        yield Problem(
+            "contradiction",
+            ("UNKNOWN_KIND_GRACE", "GRACE"),
+            f"{_set('UNKNOWN_KIND_GRACE')} is shorter than {_set('GRACE')}: jobs of a release that "
+            "is still being rolled out would be parked before a dead worker would be noticed.",
+            f"Raise UNKNOWN_KIND_GRACE to GRACE or more; its default is a day ({86_400:,}).",
+        )
+    if config.TICK > 3 * config.GRACE:
+        yield Problem(
+            "doubt",
+            ("TICK", "GRACE"),
+            f"{_set('TICK')} is more than three times {_set('GRACE')}: a repair takes two passes, so a dead "
+            "worker's jobs wait for TICK and GRACE decides nothing.",
+            "Lower TICK to GRACE or less, or raise GRACE.",
+        )
+    if config.NOTIFY_DEBOUNCE > config.POLL:
+        yield Problem(
+            "doubt",
+            ("NOTIFY_DEBOUNCE", "POLL"),
+            f"{_set('NOTIFY_DEBOUNCE')} is longer than {_set('POLL')}: workers find jobs by polling "
+            "before they are told.",
+            "Lower NOTIFY_DEBOUNCE below POLL, or turn LISTEN off.",
+        )
+
+
+def _set(name: str) -> str:
+    return f"{_named(name)} = {getattr(config, name):g}"
+
+
+def _named(name: str) -> str:
+    return f"{NAME}[{name!r}]"

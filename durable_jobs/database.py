@@ -50,13 +50,18 @@ class OwnAtomic(Atomic):
     """An atomic block that this package opened; anybody else's innermost block is a borrowed one."""
 
 
+def is_testcases(block: Any) -> bool:
+    """Whether this atomic block is the one that Django's TestCase wraps a test in."""
+    return bool(block._from_testcase)
+
+
 def refuse_borrowed(using: str, what: str) -> None:
     """Raise `TransactionOwned` inside a caller's transaction: a liveness write that it can undo is a lie.
 
     The block that Django's TestCase opens does not count, as with `atomic(durable=True)`.
     """
     blocks = connections[using].atomic_blocks
-    if blocks and not isinstance(blocks[-1], OwnAtomic) and not blocks[-1]._from_testcase:
+    if blocks and not isinstance(blocks[-1], OwnAtomic) and not is_testcases(blocks[-1]):
         raise TransactionOwned(what)
 
 
@@ -170,7 +175,7 @@ def transaction(
         block.__exit__(None, None, None)
 
 
-def _begin_immediate(connection: BaseDatabaseWrapper, using: str, deadline: float) -> OwnAtomic:
+def _begin_immediate(connection: Any, using: str, deadline: float) -> OwnAtomic:
     """Begin with our own retry every millisecond: SQLite's busy handler naps longer and longer."""
     connection.ensure_connection()
     raw = connection.connection

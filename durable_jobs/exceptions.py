@@ -4,19 +4,18 @@ A *refusal* (`Refusal`) means that nothing was changed. It carries a stable `cod
 sentence for people that names what was wrong, the value and the way out. The constructors take facts
 and write the sentence; the facts stay readable as attributes.
 
-Every error can be pickled.
+Every error can be pickled; facts that are no plain values then become text.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
 import traceback as tracebacks
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from uuid import UUID
 
 MARKER = "durable_jobs_class"
@@ -32,7 +31,11 @@ TRACEBACK_LENGTH = 50_000
 
 UNKNOWN_ERROR = "Unknown error"
 
+T = TypeVar("T")
+
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+_PLAIN = (str, int, float, UUID, type(None))
+_MARK_LENGTH = 60  # room for the mark of `cut`
 
 
 class ErrorClass(StrEnum):
@@ -54,7 +57,7 @@ class DurableJobsError(Exception):
     code: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
+        return _rebuild, (type(self), self.args, _portable(self.__dict__))
 
 
 class Refusal(DurableJobsError):
@@ -103,7 +106,8 @@ class RetryAfter(DurableJobsError):
     seconds: float
 
     def __init__(self, seconds: float) -> None:
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not _is_delay(seconds):
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if not is_number or not 0 <= seconds <= LONGEST_DELAY:
             raise InvalidInput(
                 "RetryAfter.seconds",
                 seconds,
@@ -139,7 +143,7 @@ class LeaseLost(BaseException):
         super().__init__(f"The lease of {owner} on job {job_id} is lost.")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
+        return _rebuild, (type(self), self.args, _portable(self.__dict__))
 
 
 # Refusals of input and identity
@@ -157,10 +161,6 @@ class InvalidInput(Refusal, ValueError):
     def __init__(self, field: str, value: object, problem: str, way_out: str) -> None:
         self.field, self.value, self.problem, self.way_out = field, value, problem, way_out
         super().__init__(f"{field} {problem} (given: {shown(value)}). {way_out}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The refused value may be anything, also something that cannot be pickled.
-        return _rebuild, (type(self), self.args, {**self.__dict__, "value": shown(self.value)})
 
 
 class ScopeMismatch(Refusal):
@@ -239,7 +239,8 @@ class DeadlineExceeded(Refusal):
     def __init__(self, what: str = "The operation") -> None:
         self.what = what
         super().__init__(
-            f"{what} did not finish before its deadline and was rolled back. Start again with a later deadline."
+            f"{what} did not finish before its deadline and was rolled back. "
+            "Start again with a later deadline."
         )
 
 
@@ -279,8 +280,8 @@ class UnknownKind(Refusal):
     code = "unknown_kind"
 
     def __init__(self, name: object, known: Collection[str] = ()) -> None:
-        self.name, self.known = name, tuple(sorted(known))
-        known_here = f"Known here: {', '.join(self.known)}." if self.known else "No kind is known here."
+        self.name = name
+        known_here = f"Known here: {', '.join(sorted(known))}." if known else "No kind is known here."
         super().__init__(
             f"kind {shown(name)} is not registered in this process. {known_here} "
             "Kinds are found in the modules that DURABLE_JOBS['DISCOVER'] names in every installed app."
@@ -335,6 +336,19 @@ class NotCancellable(Refusal):
     def __init__(self, job_id: UUID, status: str) -> None:
         self.job_id, self.status = job_id, status
         super().__init__(f"Job {job_id} is {status} already: there is nothing left to cancel.")
+
+
+class NotSettleable(Refusal):
+    """The job is not one that only its hooks keep from ending."""
+
+    code = "not_settleable"
+
+    def __init__(self, job_id: UUID, status: str, mirror_attempts: int) -> None:
+        self.job_id, self.status, self.mirror_attempts = job_id, status, mirror_attempts
+        super().__init__(
+            f"Job {job_id} is {status}, and its hooks have failed {mirror_attempts} times: there is nothing to settle. "
+            "Settling is for live jobs that do not run and whose hooks have failed."
+        )
 
 
 class Busy(Refusal):
@@ -392,9 +406,9 @@ class DomainMirrorMismatch(DurableJobsError):
         self.job_id = getattr(job, "id", job)
         self.kind, self.rows, self.hook = getattr(job, "kind", None), rows, hook
         super().__init__(
-            f"{hook} of kind {self.kind} answered {shown(rows)} for job {self.job_id}, so the project's row does "
-            "not agree with the job. Return how many rows agree now (at least 1), or ROW_GONE when the row "
-            "was deleted."
+            f"{hook} of kind {self.kind} answered {shown(rows)} for job {self.job_id}, so the project's row "
+            "does not agree with the job. Return how many rows agree now (at least 1), or ROW_GONE when the "
+            "row was deleted."
         )
 
 
@@ -410,7 +424,7 @@ class HookFailed(DurableJobsError):
         self.job_id, self.kind, self.status, self.error = job_id, kind, status, error
         super().__init__(
             f"A hook of kind {kind} failed while job {job_id} became {status}; nothing was changed: "
-            f"{type(error).__name__}: {shown(str(error))}"
+            f"{type(error).__name__}: {shown(_message(error))}"
         )
 
 
@@ -447,20 +461,21 @@ def classify(error: object) -> ErrorClass:
     The attribute decides, never the type, so that an error that was pickled, or comes from a second copy
     of this package, keeps its class. No attribute or an unknown value means transient.
     """
+    marker = _asked(lambda: getattr(error, MARKER, None), None)
+    if not isinstance(marker, str):
+        return ErrorClass.TRANSIENT
     try:
-        value = getattr(error, MARKER, None)
-        # A member of another enum hashes by its name; its text is what is compared.
-        return ErrorClass(str.__str__(value)) if isinstance(value, str) else ErrorClass.TRANSIENT
-    except Exception:
+        return ErrorClass(marker)
+    except ValueError:
         return ErrorClass.TRANSIENT
 
 
 def describe(error: object) -> ErrorFacts:
     """Write an error down; never raises, whatever the error does.
 
-    `code` is the error's own code when that is a nonblank string, else None. `message` is its text; without
-    one, the name of its class; for what is no exception and no text, "Unknown error". Limits in characters:
-    code 100, type 200, message 10,000 and traceback 50,000, these two keeping head and tail.
+    `code` is the error's own code when that is a nonblank string, else None. `message` is its text; when
+    that is blank, the name of its class; for what is no exception and no text, "Unknown error". Limits in
+    characters: code 100, type 200, message 10,000 and traceback 50,000, these two keeping head and tail.
     """
     return ErrorFacts(
         error_class=classify(error),
@@ -480,18 +495,17 @@ def cut(text: str, limit: int) -> str:
     """Shorten a text to `limit` characters, keeping its head and its tail."""
     if len(text) <= limit:
         return text
-    mark = f"\n… {len(text) - limit:,} characters or more left out …\n"
-    room = max(limit - len(mark), 0)
-    head = (room + 1) // 2
-    return (text[:head] + mark + text[len(text) - (room - head) :])[:limit]
+    room = limit - _MARK_LENGTH
+    if room <= 0:
+        return text[:limit]
+    tail = room // 2
+    mark = f"\n… {len(text) - room:,} characters left out …\n"
+    return text[: room - tail] + mark + text[len(text) - tail :]
 
 
 def shown(value: object, limit: int = 200) -> str:
     """Show a value in a message: its `repr`, cut to `limit` characters; never raises."""
-    try:
-        text = clean(_SHORT.repr(value))
-    except Exception:
-        text = f"<{type(value).__name__}>"
+    text = clean(_asked(lambda: _SHORT.repr(value), f"<{type(value).__name__}>"))
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
@@ -508,19 +522,16 @@ _SHORT = _Short()
 def _code(error: object) -> str | None:
     if isinstance(error, SystemExit):  # its code is an exit status or a message
         return None
-    try:
-        code = getattr(error, "code", None)
-        if isinstance(code, str) and code.strip():
-            return clean(str.__str__(code))[:CODE_LENGTH]
-    except Exception:
-        pass
-    return None
+    code = _asked(lambda: getattr(error, "code", None), None)
+    if not isinstance(code, str) or not code.strip():
+        return None
+    return clean(str.__str__(code))[:CODE_LENGTH]
 
 
 def _type_name(error: object) -> str:
     cls = type(error)
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    return clean(name.removeprefix("builtins."))[-TYPE_LENGTH:]
+    name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
+    return clean(name)[-TYPE_LENGTH:]
 
 
 def _message(error: object) -> str:
@@ -528,24 +539,26 @@ def _message(error: object) -> str:
         return str.__str__(error)
     if not isinstance(error, BaseException):
         return UNKNOWN_ERROR
-    try:
-        return str.__str__(str(error)) or type(error).__name__
-    # The text of an error is foreign code: it may even raise SystemExit.
-    except BaseException:
-        return UNKNOWN_ERROR
+    text = _asked(lambda: str.__str__(str(error)), UNKNOWN_ERROR)
+    return text if text.strip() else type(error).__name__
 
 
 def _traceback(error: object) -> str:
     if not isinstance(error, BaseException):
         return ""
+    return _asked(lambda: "".join(tracebacks.format_exception(error)), "")
+
+
+def _asked(ask: Callable[[], T], otherwise: T) -> T:
+    """Ask a foreign object, whose answer may be any error, SystemExit included."""
     try:
-        return "".join(tracebacks.format_exception(error))
+        return ask()
     except BaseException:
-        return ""
+        return otherwise
 
 
-def _is_delay(seconds: float) -> bool:
-    return math.isfinite(seconds) and 0 <= seconds <= LONGEST_DELAY
+def _portable(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: fact if isinstance(fact, _PLAIN) else shown(fact) for name, fact in facts.items()}
 
 
 def _rebuild(cls: type[BaseException], args: tuple[Any, ...], facts: dict[str, Any]) -> BaseException:

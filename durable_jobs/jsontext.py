@@ -14,15 +14,18 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from django.core.serializers.json import DjangoJSONEncoder
+from django.utils.datastructures import MultiValueDict
 
-from .exceptions import InvalidInput, clean
+from durable_jobs.conf import NAME, Config
+from durable_jobs.exceptions import InvalidInput, clean
 
-__all__ = ["DEEPEST", "clean", "decode", "encode", "sha256"]
+__all__ = ["DEEPEST", "clean", "decode", "encode", "sha256", "verify"]
 
 DEEPEST: Final = 200
 """How many objects and arrays may be nested."""
 
 _MOST_INTEGER_BITS: Final = 14_284  # 4,300 digits, what Python reads back from text by default
+_TOO_DEEP: Final = f"is nested more than {DEEPEST} levels deep"
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*\Z")
 
 
@@ -37,17 +40,34 @@ def encode(value: Any, *, field: str, limit: int) -> str:
     """Give the canonical JSON text of `value`: sorted keys, no spaces, UTF-8 characters as they are.
 
     Dates, times, durations, Decimals, UUIDs and lazy translations become text as in DjangoJSONEncoder
-    (`docs/values.md` has the table). Raises `InvalidInput` naming the path (`input.rows[3].name`, where `field`
-    is the first word) for anything that would not come back as it was: NaN and infinity, NUL, lone
-    surrogates, keys that are no text, tuples, sets, bytes, model instances, more than 200 levels, and a text of
-    more than `limit` bytes.
+    (`docs/values.md` has the table). Raises `InvalidInput` naming the path (`input.rows[3].name`, where
+    `field` is the first word) for anything that would not come back as it was: NaN and infinity, NUL, lone
+    surrogates, keys that are no text, tuples, sets, bytes, model instances, more than 200 levels, and a
+    text of more than `limit` bytes.
     """
     _check(value, field, limit)
     text = _encoder.encode(value)
-    size = len(text) if text.isascii() else len(text.encode())
-    if size > limit:
-        raise _too_big(field, value, f"{size:,}", limit)
+    _check_size(text, value, field, limit)
     return text
+
+
+def verify(text: Any, *, field: str, limit: int) -> Any:
+    """Give the value of a JSON text that will be stored byte for byte.
+
+    Raises `InvalidInput` where it is no text or no JSON, and where `encode` would refuse its value.
+    """
+    if not isinstance(text, str):
+        raise InvalidInput(field, text, "is no text", "Give a text of JSON.")
+    _check_text(text, text, _Path(field))
+    _check_size(text, text, field, limit)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise InvalidInput(field, text, _TOO_DEEP, "Make it flatter.") from None
+    except ValueError as error:
+        raise InvalidInput(field, text, f"is no JSON: {error}", "Give a text of JSON.") from None
+    _check(value, field, limit)
+    return value
 
 
 def decode(text: str) -> Any:
@@ -78,16 +98,18 @@ def _check(root: Any, field: str, limit: int) -> None:
         if children is None:
             continue
         if len(left) > DEEPEST:
-            raise where.refuse(value, f"is nested more than {DEEPEST} levels deep", "Make it flatter.")
+            raise where.refuse(value, _TOO_DEEP, "Make it flatter.")
         # One list that occurs in itself many times would take for ever; every value needs a byte at least.
         if seen > limit:
-            raise _too_big(field, root, f"more than {limit:,}", limit)
+            raise _too_big(root, field, f"more than {limit:,}", limit)
         left.append(children)
         where.down()
 
 
 def _children(value: Any, where: _Path) -> Iterator[tuple[str | int | None, Any]] | None:
     """Check one value; give its children, or None where it has none."""
+    if isinstance(value, MultiValueDict):  # its items() leave values out
+        raise where.refuse(value, "has several values for a key", "Use dict(value.lists()) or value.dict().")
     if isinstance(value, dict):
         _check_keys(value, where)
         return iter(value.items())
@@ -104,19 +126,17 @@ def _children(value: Any, where: _Path) -> Iterator[tuple[str | int | None, Any]
     return None
 
 
-def _check_text(text: str, value: Any, where: _Path) -> None:
+def _check_text(text: str, value: Any, where: _Path, has: str = "contains") -> None:
     if "\x00" in text:
-        raise where.refuse(
-            value, f"contains NUL at character {text.index(chr(0))}", "Remove it, or send base64."
-        )
+        at = text.index("\x00")
+        raise where.refuse(value, f"{has} NUL at character {at}", "Remove it, or send base64.")
     if text.isascii():
         return
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise where.refuse(
-            value, f"contains a lone surrogate at character {error.start}", "Decode the text properly first."
-        ) from None
+        problem = f"{has} a lone surrogate at character {error.start}"
+        raise where.refuse(value, problem, "Decode the text properly first.") from None
 
 
 def _check_integer(value: int, where: _Path) -> None:
@@ -130,14 +150,10 @@ def _check_float(value: float, where: _Path) -> None:
 
 
 def _check_keys(value: dict[Any, Any], where: _Path) -> None:
-    plain = True
     for key in value:
         if not isinstance(key, str):
             raise where.refuse(key, f"has a key of type {type(key).__name__}", "Use text keys: str(key).")
-        plain = plain and type(key) is str
-        _check_text(key, key, where)
-    if not plain and len({str.__str__(key) for key in value}) < len(value):
-        raise where.refuse(value, "has two keys of the same text", "Use plain text keys.")
+        _check_text(key, key, where, has="has a key with")
 
 
 def _check_other(value: Any, where: _Path) -> None:
@@ -164,13 +180,19 @@ def _way_out(value: Any) -> str:
     return "Convert it to text, numbers, lists and objects first."
 
 
-def _too_big(field: str, value: Any, size: str, limit: int) -> InvalidInput:
-    return InvalidInput(
-        field,
-        value,
-        f"is too big: {size} bytes of JSON, and {limit:,} are allowed",
-        "Store the data in a row or a file and pass its key, or raise the limit in DURABLE_JOBS.",
-    )
+def _check_size(text: str, value: Any, field: str, limit: int) -> None:
+    size = len(text) if text.isascii() else len(text.encode())
+    if size > limit:
+        raise _too_big(value, field, f"{size:,}", limit)
+
+
+def _too_big(value: Any, field: str, size: str, limit: int) -> InvalidInput:
+    way_out = "Store the data in a row or a file and pass its key"
+    setting = f"MAX_{field.upper()}_BYTES"
+    if setting in Config.all():
+        way_out += f", or raise {NAME}[{setting!r}]"
+    problem = f"is too big: it takes {size} bytes of JSON and {limit:,} are allowed"
+    return InvalidInput(field, value, problem, f"{way_out}.")
 
 
 class _Path:

@@ -49,6 +49,7 @@ from durable_jobs.exceptions import (
     UnrecoverableError,
     shown,
 )
+from durable_jobs.logs import log
 
 if TYPE_CHECKING:
     from durable_jobs.batch import BatchKind
@@ -80,8 +81,6 @@ __all__ = [
     "register",
     "unregister",
 ]
-
-logger = logging.getLogger("durable_jobs.kinds")
 
 MAX_NAME_LENGTH: Final = 200
 RESERVED_QUEUE: Final = "manual"
@@ -378,7 +377,7 @@ class Kind:
     @property
     def has_transition_hook(self) -> bool:
         """Whether a row of the project must agree with the job's end."""
-        return self.mirror is not None or _overrides(self, "on_transition")
+        return self.mirror is not None or overrides(self, "on_transition")
 
     def __repr__(self) -> str:
         return f"<Kind {self.name}>"
@@ -398,8 +397,8 @@ def classify(kind: Kind, error: BaseException) -> ErrorClass:
         own = kind.classify(error)
         if own is not None:
             return ErrorClass(own)
-    except Exception:
-        logger.exception("classify_failed kind=%s error=%s", kind.name, type(error).__qualname__)
+    except Exception as own_error:
+        log("classify_failed", level=logging.ERROR, error=own_error, kind=kind.name)
     return exceptions.classify(error)
 
 
@@ -517,6 +516,9 @@ class Fault:
     way_out: str
 
 
+ABSENT: Final = object()
+"""Stands for the value of a fault whose attribute is not there."""
+
 HOOKS: Final[Mapping[str, int]] = {
     "on_transition": 1,
     "on_redrive": 1,
@@ -581,10 +583,10 @@ def _objection_to_name(name: object) -> str:
 
 def _faults_of_hooks(kind: Kind) -> Iterator[Fault]:
     yield from _faults_of_step(kind)
-    if _overrides(kind, "on_transition") and not _overrides(kind, "on_redrive") and kind.mirror is None:
+    if overrides(kind, "on_transition") and not overrides(kind, "on_redrive") and kind.mirror is None:
         yield Fault(
             "on_redrive",
-            None,
+            ABSENT,
             "is missing beside on_transition: a job that runs again would leave the project's row ended",
             "Define on_redrive, which opens the row again, or declare a mirror = StatusMirror(…).",
         )
@@ -593,7 +595,7 @@ def _faults_of_hooks(kind: Kind) -> Iterator[Fault]:
             "mirror", kind.mirror, "is not a StatusMirror", 'Write mirror = StatusMirror("app.Model", …).'
         )
     for hook, values in HOOKS.items():
-        yield from _faults_of_call(kind, hook, values)
+        yield from faults_of_call(kind, hook, values)
 
 
 def _faults_of_step(kind: Kind) -> Iterator[Fault]:
@@ -601,7 +603,7 @@ def _faults_of_step(kind: Kind) -> Iterator[Fault]:
     if type(kind).step is Kind.step:
         yield Fault(
             "step",
-            None,
+            ABSENT,
             "is missing",
             "Define step(self, ctx), or derive from BatchKind and define collection and process.",
         )
@@ -618,9 +620,9 @@ def _faults_of_step(kind: Kind) -> Iterator[Fault]:
         yield from _faults_of_arguments("step", step, 1)
 
 
-def _faults_of_call(kind: Kind, hook: str, values: int, *, generator: bool = False) -> Iterator[Fault]:
+def faults_of_call(kind: Kind, hook: str, values: int, *, generator: bool = False) -> Iterator[Fault]:
     """A hook, called with so many values, must be a plain method; `generator` says that it may yield."""
-    if not _overrides(kind, hook):
+    if not overrides(kind, hook):
         return
     method = getattr(kind, hook)
     if not callable(method):
@@ -652,12 +654,12 @@ def _faults_of_arguments(name: str, method: Callable[..., Any], values: int) -> 
 def _faults_of_limits(kind: Kind) -> Iterator[Fault]:
     if kind.orphan_policy not in ORPHAN_POLICIES:
         yield Fault("orphan_policy", kind.orphan_policy, "is unknown", f"Use one of {ORPHAN_POLICIES}.")
-    yield from _fault_of_number(kind, "lease_seconds", 0.3, DAY)
-    yield from _fault_of_number(kind, "slice_seconds", 0.001, DAY)
-    yield from _fault_of_number(kind, "max_slice_seconds", 0.002, 30 * DAY)
-    yield from _fault_of_number(kind, "pending_ttl_seconds", 1, 30 * DAY)
-    yield from _fault_of_integer(kind, "max_orphanings", 0, 1000)
-    yield from _fault_of_integer(kind, "max_lost_deliveries", 0, 1000)
+    yield from fault_of_number(kind, "lease_seconds", 0.3, DAY)
+    yield from fault_of_number(kind, "slice_seconds", 0.001, DAY)
+    yield from fault_of_number(kind, "max_slice_seconds", 0.002, 30 * DAY)
+    yield from fault_of_number(kind, "pending_ttl_seconds", 1, 30 * DAY)
+    yield from fault_of_integer(kind, "max_orphanings", 0, 1000)
+    yield from fault_of_integer(kind, "max_lost_deliveries", 0, 1000)
     if (
         _is_number(kind.slice_seconds)
         and _is_number(kind.max_slice_seconds)
@@ -679,9 +681,9 @@ def _faults_of_retry(kind: Kind) -> Iterator[Fault]:
     if not isinstance(retry, Retry):
         yield Fault("retry", retry, "is not a Retry", "Write retry = Retry(failures=5, first_delay=5).")
         return
-    yield from _fault_of_integer(retry, "failures", 1, 1000, attribute="retry.failures")
-    yield from _fault_of_number(retry, "first_delay", 0, DAY, attribute="retry.first_delay")
-    yield from _fault_of_number(retry, "longest_delay", 0, DAY, attribute="retry.longest_delay")
+    yield from fault_of_integer(retry, "failures", 1, 1000, attribute="retry.failures")
+    yield from fault_of_number(retry, "first_delay", 0, DAY, attribute="retry.first_delay")
+    yield from fault_of_number(retry, "longest_delay", 0, DAY, attribute="retry.longest_delay")
     if retry.backoff not in BACKOFFS:
         yield Fault("retry.backoff", retry.backoff, "is unknown", f"Use one of {BACKOFFS}.")
     if (
@@ -758,7 +760,7 @@ def _faults_of_mirror(kind: Kind) -> Iterator[Fault]:
             yield Fault("mirror", kind.mirror, problem, way_out)
 
 
-def _fault_of_number(
+def fault_of_number(
     owner: object, name: str, least: float, most: float, *, attribute: str = ""
 ) -> Iterator[Fault]:
     value = getattr(owner, name)
@@ -766,21 +768,21 @@ def _fault_of_number(
         yield Fault(attribute or name, value, "is out of range", f"Use a number from {least} to {most}.")
 
 
-def _fault_of_integer(
+def fault_of_integer(
     owner: object, name: str, least: int, most: int, *, attribute: str = ""
 ) -> Iterator[Fault]:
     value = getattr(owner, name)
-    if not _is_integer(value) or not least <= value <= most:
+    if not is_integer(value) or not least <= value <= most:
         yield Fault(
             attribute or name, value, "is out of range", f"Use a whole number from {least} to {most}."
         )
 
 
 def _invalid(kind: Kind, fault: Fault) -> InvalidKind:
-    name = kind.name if isinstance(kind.name, str) and kind.name.strip() else ""
+    found = fault.attribute if fault.value is ABSENT else f"{fault.attribute} = {shown(fault.value)}"
     return InvalidKind(
-        f"{name} ({_path(kind)})" if name else _path(kind),
-        f"{fault.attribute} = {shown(fault.value)} {fault.problem}",
+        _path(kind) if _objection_to_name(kind.name) else f"{kind.name} ({_path(kind)})",
+        f"{found} {fault.problem}",
         fault.way_out,
     )
 
@@ -795,11 +797,12 @@ def _objection(field: models.Field[Any, Any], value: Any) -> str:
     try:
         field.run_validators(field.to_python(value))
     except (ValidationError, TypeError, ValueError) as error:
-        return "; ".join(error.messages) if isinstance(error, ValidationError) else str(error)
+        messages = error.messages if isinstance(error, ValidationError) else [str(error)]
+        return "; ".join(messages).rstrip(".")
     return ""
 
 
-def _overrides(kind: Kind, name: str) -> bool:
+def overrides(kind: Kind, name: str) -> bool:
     """Whether a kind has its own method of a name that its base class in this package only stands in for."""
     base = next(cls for cls in type(kind).__mro__ if cls.__module__ in (__name__, "durable_jobs.batch"))
     return getattr(type(kind), name, None) is not getattr(base, name, None)
@@ -809,7 +812,7 @@ def _path(kind: Kind) -> str:
     return f"{type(kind).__module__}.{type(kind).__qualname__}"
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -70,17 +70,17 @@ def cancel(
 
 def cancel_waiting(kind: Kind | None, job_id: UUID, *, actor: str = "") -> Job | None:
     """pending, held, or waiting for a retry → cancelled, if that was requested. No kind: no hooks."""
-    return _end(
-        kind, partial(store.cancel_waiting, job_id), "job_cancelled", partial(_record_cancelled, actor)
-    )
+    record = partial(_record_cancelled, actor, hooks_skipped=kind is None)
+    return _end(kind, partial(store.cancel_waiting, job_id), "job_cancelled", record)
 
 
 def cancel_orphan(
     kind: Kind | None, orphan: Orphan, *, grace: float, dead: bool = False, actor: str = ""
 ) -> Job | None:
-    """An orphan with a cancel request → cancelled."""
+    """An orphan with a cancel request → cancelled. No kind: no hooks."""
     transition = partial(store.cancel_orphan, orphan, grace=grace, dead=dead)
-    return _end(kind, transition, "job_cancelled", partial(_record_cancelled, actor, worker_gone=True))
+    record = partial(_record_cancelled, actor, worker_gone=True, hooks_skipped=kind is None)
+    return _end(kind, transition, "job_cancelled", record)
 
 
 def park_orphan(
@@ -93,10 +93,11 @@ def park_orphan(
     dead: bool = False,
     actor: str = "",
 ) -> Job | None:
-    """An orphan → failed and parked with `code`."""
+    """An orphan → failed and parked with `code`. No kind: no hooks."""
 
     def record(job: Job) -> None:
-        store.add_event(job, "parked", owner=orphan.owner, actor=actor, code=code, message=message)
+        data = {"hooks_skipped": True} if kind is None else None
+        store.add_event(job, "parked", owner=orphan.owner, actor=actor, code=code, message=message, data=data)
 
     transition = partial(store.park_orphan, orphan, grace=grace, code=code, message=message, dead=dead)
     return _end(kind, transition, "job_parked", record)
@@ -173,7 +174,9 @@ def _require_agreement(job: Job, answer: object, hook: str) -> None:
         raise DomainMirrorMismatch(job, answer, hook)
 
 
-def _record_cancelled(actor: str, job: Job, worker_gone: bool = False) -> None:
+def _record_cancelled(
+    actor: str, job: Job, *, worker_gone: bool = False, hooks_skipped: bool = False
+) -> None:
     requested, ended = job.cancel_requested_at, job.finished_at
     waited = (ended - requested).total_seconds() if requested and ended else 0.0
     store.add_event(
@@ -184,6 +187,7 @@ def _record_cancelled(actor: str, job: Job, worker_gone: bool = False) -> None:
             "seconds_since_request": round(max(waited, 0.0), 3),
             "processed": job.processed_count,
             "worker_gone": worker_gone,
+            "hooks_skipped": hooks_skipped,
         },
     )
 
@@ -191,7 +195,7 @@ def _record_cancelled(actor: str, job: Job, worker_gone: bool = False) -> None:
 def _count_failed_hook(job: Job, epoch: int, error: BaseException) -> None:
     """After the rollback, on the same connection: a second one would wait for the first for ever."""
     facts = describe(error)
-    log("terminal_mirror_failed", job, level=logging.ERROR, status=job.status, exc_info=error)
+    log("terminal_mirror_failed", job, level=logging.ERROR, status=job.status, error=error)
     try:
         with database.joined(database.alias()):
             counted = store.bump_mirror_attempts(job.id, epoch)
@@ -203,8 +207,8 @@ def _count_failed_hook(job: Job, epoch: int, error: BaseException) -> None:
                 message=facts.message,
                 traceback=facts.traceback,
             )
-    except Exception:
-        log("mirror_not_counted", job, level=logging.ERROR, exc_info=True)
+    except Exception as second:
+        log("mirror_not_counted", job, level=logging.ERROR, error=second)
         return
     if counted and job.mirror_attempts + 1 >= MIRROR_STUCK_AFTER:
         log("mirror_stuck", job, level=logging.ERROR, mirror_attempts=job.mirror_attempts + 1)
@@ -227,5 +231,5 @@ def _after_redrive(kind: Kind, job: Job) -> None:
 def _after(hook: Callable[[Job], None], job: Job) -> None:
     try:
         hook(job)
-    except Exception:
-        log("after_hook_failed", job, level=logging.ERROR, hook=hook.__name__, exc_info=True)
+    except Exception as error:
+        log("after_hook_failed", job, level=logging.ERROR, hook=hook.__name__, error=error)

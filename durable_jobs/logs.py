@@ -1,24 +1,45 @@
-"""One named log event per branch, with the job's ids as fields of the record."""
+"""One named event per branch: the name and the facts as fields of the record, and in a readable line."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-logger = logging.getLogger("durable_jobs")
+
+def tell(
+    logger: logging.Logger,
+    level: int,
+    event: str,
+    sentence: str = "",
+    *,
+    error: BaseException | None = None,
+    **facts: Any,
+) -> None:
+    """Log `event` with `facts`; each fact is a field of the record (`record.job_id`), `event` is one too.
+
+    `error` adds its traceback.
+    """
+    if not logger.isEnabledFor(level):
+        return
+    fields = {name: value if isinstance(value, int | float) else str(value) for name, value in facts.items()}
+    words = [event, *(f"{name}={value}" for name, value in fields.items())]
+    text = " ".join(words) + (f": {sentence}" if sentence else "")
+    logger.log(level, "%s", text, exc_info=error, extra={"event": event, **fields})
 
 
 def log(
-    event: str, job: Any = None, *, level: int = logging.INFO, exc_info: Any = None, **fields: Any
+    event: str,
+    job: Any = None,
+    *,
+    level: int = logging.INFO,
+    error: BaseException | None = None,
+    **facts: Any,
 ) -> None:
-    """Log `event`, readable as text, with `event`, `job_id`, `kind` and `fields` on the record."""
-    if not logger.isEnabledFor(level):
-        return
+    """`tell` with a job's id and kind among the facts; facts that are None or empty are left out."""
     if job is not None:
-        fields = {"job_id": str(job.id), "kind": job.kind, **fields}
-    text = " ".join(f"{name}={value}" for name, value in fields.items() if value not in (None, ""))
-    # Names of the record's own attributes are taken.
-    extra = {
-        f"{name}_" if name in ("name", "message", "args") else name: value for name, value in fields.items()
-    }
-    logger.log(level, "%s %s", event, text, extra={"event": event, **extra}, exc_info=exc_info)
+        facts = {"job_id": job.id, "kind": job.kind, **facts}
+    given = {name: value for name, value in facts.items() if value is not None and value != ""}
+    tell(_logger, level, event, error=error, **given)
+
+
+_logger = logging.getLogger("durable_jobs.jobs")

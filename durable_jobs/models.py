@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from django.apps import apps
 from django.conf import settings
@@ -97,7 +97,7 @@ class JobQuerySet(ReadOnlyQuerySet):
 class ReadOnlyRow(models.Model):
     """Rows that only the store writes: `save()` and `delete()` refuse and name the service."""
 
-    objects = ReadOnlyQuerySet.as_manager()
+    objects: ClassVar[Any] = ReadOnlyQuerySet.as_manager()
 
     class Meta:
         abstract = True
@@ -119,7 +119,7 @@ _ENDED = Q(status__in=["completed", "failed", "cancelled"])
 _NOT_ENDED = Q(status__in=["held", "pending", "running"])
 
 
-def _check(name: str, condition: Q) -> models.CheckConstraint:
+def _check(name: str, condition: Any) -> models.CheckConstraint:
     return models.CheckConstraint(condition=condition, name=f"durable_jobs_{name}")
 
 
@@ -225,7 +225,7 @@ class Job(ReadOnlyRow):
     progress = models.FloatField(null=True, blank=True)
     progress_message = _text(500, null=True, blank=True)
 
-    objects = JobQuerySet.as_manager()
+    objects: ClassVar[Any] = JobQuerySet.as_manager()
 
     class Meta:
         db_table = "durable_jobs_job"

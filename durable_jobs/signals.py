@@ -28,4 +28,4 @@ def send(signal: Signal, job: Job) -> None:
     """Tell the receivers; never raises."""
     for receiver, answer in signal.send_robust(sender=job.kind, job=job):
         if isinstance(answer, Exception):
-            log("signal_receiver_failed", job, level=logging.ERROR, receiver=receiver, exc_info=answer)
+            log("signal_receiver_failed", job, level=logging.ERROR, receiver=receiver, error=answer)

@@ -148,11 +148,19 @@ class Orphan(NamedTuple):
     overdue: float
 
 
+class Waiting(NamedTuple):
+    """A job that nobody works on and that was asked to end, `asked` seconds ago."""
+
+    id: UUID
+    kind: str
+    asked: float
+
+
 # --- texts ----------------------------------------------------------------------------------------------
 
 
 def _user_type() -> str:
-    field = Job._meta.get_field("created_by")
+    field: Any = Job._meta.get_field("created_by")
     return field.target_field.rel_db_type(connections[database.alias()])
 
 
@@ -169,9 +177,9 @@ _TYPES: dict[str, str] = {
     "error_class": "text", "code": "text", "error_type": "text", "error_message": "text",
     "parked": "boolean", "forced": "boolean", "restart": "boolean",
     "queues": "text[]", "kinds": "text[]", "priorities": "int[]", "floors": "timestamptz[]",
-    "probes": "json", "leases": "json", "rows": "json", "known": "uuid[]", "batch": "int",
+    "probes": "json", "manual": "text", "leases": "json", "rows": "json", "known": "uuid[]", "batch": "int",
     "idle": "text", "actor": "text", "actor_id": "text", "reason": "text", "event": "text",
-    "operation_id": "text", "traceback": "text", "data": "jsonb", "release": "text",
+    "operation_id": "text", "traceback": "text", "data": "jsonb", "release": "text", "suspects": "boolean",
     "host": "text", "pid": "int", "concurrency": "int", "queue_job_id": "text", "any": "boolean",
 }  # fmt: skip
 
@@ -210,6 +218,8 @@ def _snippets(vendor: str) -> Mapping[str, str]:
         "unpaused": """NOT EXISTS (SELECT 1 FROM durable_jobs_pause p
             WHERE (p.queue_name = '' OR p.queue_name = c.queue_name)
               AND (p.kind = '' OR p.kind = c.kind) AND (p.tenant_id = '' OR p.tenant_id = c.tenant_id))""",
+        # Poison takes its neighbours along: a process that runs one suspect claims no second.
+        "fit": "{unpaused} AND (:suspects OR c.redrives_since_commit = 0)",
         "paused": """EXISTS (SELECT 1 FROM durable_jobs_pause p
             WHERE (p.queue_name = '' OR p.queue_name = {job}.queue_name)
               AND (p.kind = '' OR p.kind = {job}.kind) AND (p.tenant_id = '' OR p.tenant_id = {job}.tenant_id))""",
@@ -219,8 +229,9 @@ def _snippets(vendor: str) -> Mapping[str, str]:
             pending_since = NULL, next_run_at = NULL, updated_at = {now}, {fold}""",
         # B49: an ordinary expired lease, not none, so that every reader of expiry sees the same thing.
         "let_go": "lease_owner = NULL, lease_expires_at = {now}, updated_at = {now}",
-        "end": """lease_owner = NULL, lease_expires_at = {now}, next_run_at = NULL, pending_since = NULL,
-            finished_at = {now}, domain_mirrored_at = {now}, updated_at = {now}""",
+        "end": "{end_unmirrored}, domain_mirrored_at = {now}",
+        "end_unmirrored": """lease_owner = NULL, lease_expires_at = {now}, next_run_at = NULL,
+            pending_since = NULL, finished_at = {now}, updated_at = {now}""",
         "cancel": """status = 'cancelled', {end}, verdict = NULL,
             cancel_requested_at = coalesce({job}.cancel_requested_at,
                 (SELECT min(m.requested_at) FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id), {now}),
@@ -235,9 +246,12 @@ def _snippets(vendor: str) -> Mapping[str, str]:
             if vendor == "postgresql"
             else "(julianday('now') - julianday(lease_expires_at)) * 86400.0"
         ),
-        # Rows of receipts and managers: their owner or a person ends them.
-        "manual": MANUAL_QUEUE,
-        "unattended": "queue_name <> '{manual}'",
+        "asked": (
+            "(extract(epoch FROM clock_timestamp() - cancel_requested_at))::float8"
+            if vendor == "postgresql"
+            else "(julianday('now') - julianday(cancel_requested_at)) * 86400.0"
+        ),
+        "sweep": "{job}.id > :after_id AND (:any OR {job}.tenant_id = :tenant)",
         "least": "least" if vendor == "postgresql" else "min",
     }
 
@@ -322,7 +336,7 @@ def _claim_next(size: int) -> Statement:
             SELECT c.id, c.next_run_at FROM {{job}} c
             WHERE c.queue_name = g.queue AND c.kind = g.kind AND c.priority = g.priority
                 AND c.next_run_at IS NOT NULL AND c.next_run_at <= {{index_now}}
-                AND c.next_run_at >= coalesce(g.floor, '-infinity') AND {{unpaused}}
+                AND c.next_run_at >= coalesce(g.floor, '-infinity') AND {{fit}}
             ORDER BY c.next_run_at LIMIT {size} {{skip_locked}}) ready
         LIMIT {size})
     UPDATE {{job}} SET {{take}}, lease_expires_at = {{after due.due_ttl}}
@@ -337,13 +351,25 @@ def _claim_next(size: int) -> Statement:
         SELECT c.id FROM json_each(:probes) g CROSS JOIN {{job}} c INDEXED BY durable_jobs_ready
         WHERE c.queue_name = json_extract(g.value, '$[0]') AND c.kind = json_extract(g.value, '$[1]')
             AND c.priority = json_extract(g.value, '$[2]') AND c.next_run_at IS NOT NULL
-            AND c.next_run_at <= {{index_now}} AND {{unpaused}}
+            AND c.next_run_at <= {{index_now}} AND {{fit}}
         LIMIT {size})
     RETURNING {{columns}}, NULL""",
     )
 
 
 _CLAIM_NEXT = {size: _claim_next(size) for size in _CLAIM_SIZES}
+
+_IS_DUE = _statement(
+    """
+    SELECT 1 FROM unnest(:queues, :kinds, :priorities) AS g(queue, kind, priority) JOIN {job} c
+        ON c.queue_name = g.queue AND c.kind = g.kind AND c.priority = g.priority
+    WHERE c.next_run_at IS NOT NULL AND c.next_run_at <= {index_now} AND {fit} LIMIT 1""",
+    """
+    SELECT 1 FROM json_each(:probes) g CROSS JOIN {job} c INDEXED BY durable_jobs_ready
+    WHERE c.queue_name = json_extract(g.value, '$[0]') AND c.kind = json_extract(g.value, '$[1]')
+        AND c.priority = json_extract(g.value, '$[2]') AND c.next_run_at IS NOT NULL
+        AND c.next_run_at <= {index_now} AND {fit} LIMIT 1""",
+)
 
 _ROUTES = _statement(
     """
@@ -356,8 +382,7 @@ _ROUTES = _statement(
             WHERE c.next_run_at IS NOT NULL
                 AND ROW(c.queue_name, c.kind, c.priority) > ROW(g.queue, g.kind, g.priority)
             ORDER BY c.queue_name, c.kind, c.priority, c.next_run_at LIMIT 1) n)
-    SELECT queue, kind, priority, extract(epoch FROM due - clock_timestamp())::float8 FROM g
-    WHERE queue <> '{manual}'""",
+    SELECT queue, kind, priority, extract(epoch FROM due - clock_timestamp())::float8 FROM g""",
     # SQLite's row value comparison uses the first column only: three searches, narrowest first.
     """
     WITH RECURSIVE g(id) AS (
@@ -373,7 +398,7 @@ _ROUTES = _statement(
                 ORDER BY c.queue_name, c.kind, c.priority, c.next_run_at LIMIT 1))
         FROM g CROSS JOIN {job} a ON a.id = g.id)
     SELECT queue_name, kind, priority, (julianday(next_run_at) - julianday('now')) * 86400.0
-    FROM g CROSS JOIN {job} a ON a.id = g.id WHERE {unattended}""",
+    FROM g CROSS JOIN {job} a ON a.id = g.id""",
 )
 
 _BEAT_MANY = _statement(
@@ -505,27 +530,31 @@ _CANCEL_WAITING = _statement("""
         {skip_locked})
     AND (cancel_requested_at IS NOT NULL OR {mailbox}) RETURNING {columns}""")
 _CANCELLING = _statement("""
-    SELECT id, kind, tenant_id, status, lease_owner, lease_epoch, lease_expires_at, cancel_requested_at
-    FROM {job} WHERE cancel_requested_at IS NOT NULL AND finished_at IS NULL AND {unattended}
-        AND (status <> 'running' OR lease_owner IS NULL OR lease_expires_at < {before :grace})
-        AND id > :after_id ORDER BY id LIMIT 100""")
+    SELECT id, kind, {asked} FROM {job}
+    WHERE cancel_requested_at IS NOT NULL AND finished_at IS NULL
+        AND (status <> 'running' OR lease_owner IS NULL) AND queue_name <> :manual AND {sweep}
+    ORDER BY id LIMIT :batch""")
 
+# An orphan of paused work waits; its cancel does not.
 _ORPHANS = _statement("""
     SELECT id, kind, tenant_id, organization_id, lease_owner, lease_epoch, lease_expires_at,
         cancel_requested_at IS NOT NULL OR {mailbox}, verdict, redrives_since_commit, {overdue}
-    FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL AND {unattended}
-        AND lease_expires_at < {before :grace} AND id > :after_id ORDER BY id LIMIT 100""")
+    FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL AND queue_name <> :manual
+        AND lease_expires_at < {before :grace} AND {sweep}
+        AND (cancel_requested_at IS NOT NULL OR {mailbox} OR NOT {paused})
+    ORDER BY id LIMIT :batch""")
 _TAKE_ORPHAN = _statement("""
     UPDATE {job} SET status = 'pending', {let_go}, lease_epoch = lease_epoch + 1,
         redrives = redrives + 1, redrives_since_commit = redrives_since_commit + 1,
         pending_since = {now}, next_run_at = {after :delay}
-    WHERE {orphan} AND cancel_requested_at IS NULL AND verdict IS NULL AND NOT {mailbox}
+    WHERE {orphan} AND cancel_requested_at IS NULL AND verdict IS NULL AND NOT {mailbox} AND NOT {paused}
     RETURNING {columns}""")
 _PARK_ORPHAN = _statement("""
     UPDATE {job} SET status = 'failed', {end}, parked_at = {now}, error_code = :code,
         error_class = coalesce(error_class, 'terminal'),
         error_message = coalesce(error_message, :message)
-    WHERE {orphan} AND cancel_requested_at IS NULL AND NOT {mailbox} RETURNING {columns}""")
+    WHERE {orphan} AND cancel_requested_at IS NULL AND NOT {mailbox} AND NOT {paused}
+    RETURNING {columns}""")
 _CANCEL_ORPHAN = _statement("""
     UPDATE {job} SET {cancel}
     WHERE {orphan} AND (cancel_requested_at IS NOT NULL OR {mailbox}) RETURNING {columns}""")
@@ -535,7 +564,18 @@ _DEAD_LEASES = _statement("""
     FROM {job} WHERE status = 'running' AND lease_owner = :owner""")
 _MAILED = _statement("""
     SELECT DISTINCT m.job_id FROM durable_jobs_cancelrequest m JOIN {job} ON {job}.id = m.job_id
-    WHERE {job}.status IN ('held', 'pending', 'running') AND m.job_id > :after_id ORDER BY m.job_id LIMIT 100""")
+    WHERE {job}.status IN ('held', 'pending', 'running') AND {sweep} ORDER BY m.job_id LIMIT :batch""")
+_IS_FREE = _statement("SELECT 1 FROM {job} WHERE id = :id {skip_locked}")
+# A row's lock is not in pg_locks, but the row names the transaction that took it last.
+_HOLDERS = _statement(
+    """
+    SELECT l.pid, coalesce(a.state, ''),
+        coalesce(extract(epoch FROM clock_timestamp() - a.xact_start), 0)::float8
+    FROM {job} JOIN pg_locks l
+        ON l.locktype = 'transactionid' AND l.transactionid = {job}.xmax AND l.granted AND l.pid IS NOT NULL
+    LEFT JOIN pg_stat_activity a ON a.pid = l.pid WHERE {job}.id = :id""",
+    "SELECT 0, '', 0.0 FROM {job} WHERE false AND id = :id",
+)
 
 _REDRIVE = _statement("""
     UPDATE {job} SET status = 'pending', {let_go}, lease_epoch = lease_epoch + 1,
@@ -551,6 +591,16 @@ _REDRIVE = _statement("""
         AND (c.status = 'failed' OR (c.status = 'running' AND (c.lease_owner IS NULL
             OR c.lease_expires_at < {before :grace})))
         AND (:forced OR c.verdict IS NULL OR c.verdict <> 'unrecoverable') {skip_locked})
+    RETURNING {columns}""")
+
+_SETTLE = _statement("""
+    UPDATE {job} SET {end_unmirrored}, verdict = CASE WHEN {requested} IS NULL THEN verdict END,
+        status = CASE WHEN {requested} IS NULL THEN 'failed' ELSE 'cancelled' END,
+        cancel_requested_at = {requested}, error_class = coalesce(error_class, 'terminal')
+    WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND (:any OR (c.tenant_id = :tenant
+            AND coalesce(c.organization_id, '') = coalesce(:organization, ''))) AND c.mirror_attempts > 0
+        AND (c.status IN ('held', 'pending') OR (c.status = 'running' AND (c.lease_owner IS NULL
+            OR c.lease_expires_at < {before :grace}))) {skip_locked})
     RETURNING {columns}""")
 
 _BUMP_MIRROR = _statement("""
@@ -574,11 +624,24 @@ _WORKER_BEAT = _statement("UPDATE durable_jobs_worker SET beat_at = {now} WHERE 
 _WORKER_STOPPED = _statement("DELETE FROM durable_jobs_worker WHERE owner = :owner")
 _FORGET_WORKERS = _statement("DELETE FROM durable_jobs_worker WHERE beat_at < {before :grace}")
 
+_PAUSE = _statement("""
+    INSERT INTO durable_jobs_pause (queue_name, kind, tenant_id, reason, actor, since)
+    VALUES (:queue, :kind, :tenant, :reason, :actor, {now})
+    ON CONFLICT (queue_name, kind, tenant_id) DO UPDATE SET reason = excluded.reason, actor = excluded.actor""")
+_UNPAUSE = _statement("""
+    DELETE FROM durable_jobs_pause WHERE queue_name = :queue AND kind = :kind AND tenant_id = :tenant""")
+_LEASED = _statement("""
+    SELECT count(*) FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL
+        AND lease_expires_at >= {now} AND (:queue = '' OR queue_name = :queue) AND (:kind = '' OR kind = :kind)
+        AND (:tenant = '' OR tenant_id = :tenant)""")
+_NOW = _statement("SELECT {now}")
+
 _UNFINISHED = _statement(
-    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running') AND queue_name = ANY(:queues)
-        AND kind = ANY(:kinds) AND (next_run_at IS NULL OR next_run_at <= {now} OR attempts > 0) LIMIT 1""",
-    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running')
-        AND queue_name IN (SELECT value FROM json_each(:queues))
+    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running') AND (:any OR queue_name = ANY(:queues))
+        AND queue_name <> 'manual' AND kind = ANY(:kinds)
+        AND (next_run_at IS NULL OR next_run_at <= {now} OR attempts > 0) LIMIT 1""",
+    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running') AND queue_name <> 'manual'
+        AND (:any OR queue_name IN (SELECT value FROM json_each(:queues)))
         AND kind IN (SELECT value FROM json_each(:kinds))
         AND (next_run_at IS NULL OR next_run_at <= {now} OR attempts > 0) LIMIT 1""",
 )
@@ -628,11 +691,7 @@ def by_lock_key(key: str, scope: Scope) -> Job | None:
 
 
 def routes() -> list[Route]:
-    """Every (queue, kind, priority) with claimable rows, by a loose scan of the ready index.
-
-    The manual queue is not among them, nor in what `orphans` and `cancelling` answer: nobody attends to it but
-    the owners of its rows and people.
-    """
+    """Every (queue, kind, priority) with claimable rows, by a loose scan of the ready index."""
     connection = database.connection()
     return [Route(*row) for row in _ROUTES.run(connection)]
 
@@ -643,13 +702,13 @@ def still_mine(lease: Lease) -> bool:
     return bool(_STILL_MINE.run(connection, id=lease.job_id, owner=lease.owner, epoch=lease.epoch))
 
 
-def unfinished(queues: Sequence[str], kinds: Sequence[str]) -> bool:
-    """Whether work of these queues and kinds is due, has begun and is not at its end, or waits for a retry.
+def unfinished(queues: Collection[str] | None, kinds: Collection[str]) -> bool:
+    """Whether work of these queues (None: of any) and kinds is due, has begun, or waits for a retry.
 
     Jobs that were only scheduled for later do not count.
     """
     connection = database.connection()
-    return bool(_UNFINISHED.run(connection, queues=list(queues), kinds=list(kinds)))
+    return bool(_UNFINISHED.run(connection, any=queues is None, queues=list(queues or ()), kinds=list(kinds)))
 
 
 # --- starting -------------------------------------------------------------------------------------------
@@ -728,8 +787,21 @@ def claim(job_id: UUID, seq: int, redrives: int, owner: str, ttl: float) -> Job 
         return BUSY if _STILL_CLAIMABLE.run(connection, **identity) else None
 
 
-def claim_next(owner: str, limit: int, probes: Sequence[Probe]) -> list[Claimed]:
-    """pending or running without owner, due → running: never more than `limit`, highest priority first."""
+def is_due(probes: Sequence[Probe], *, suspects: bool = True) -> bool:
+    """Whether `claim_next` would find something, floors aside. A read: it takes no lock."""
+    if not probes:
+        return False
+    connection = database.connection()
+    return bool(_IS_DUE.run(connection, **_probed(probes), suspects=suspects))
+
+
+def claim_next(
+    owner: str, limit: int, probes: Sequence[Probe], *, suspects: bool = True
+) -> list[Claimed]:
+    """pending or running without owner, due → running: never more than `limit`, highest priority first.
+
+    `suspects=False` leaves out what was orphaned since its last commit.
+    """
     if not probes or limit < 1:
         return []
     using = database.alias()
@@ -740,12 +812,10 @@ def claim_next(owner: str, limit: int, probes: Sequence[Probe]) -> list[Claimed]
         rows = _CLAIM_NEXT[size].run(
             connection,
             owner=owner,
-            queues=[probe.queue for probe in ordered],
-            kinds=[probe.kind for probe in ordered],
-            priorities=[probe.priority for probe in ordered],
             floors=[probe.floor for probe in ordered],
             ttls=[probe.ttl for probe in ordered],
-            probes=[[probe.queue, probe.kind, probe.priority, probe.ttl] for probe in ordered],
+            suspects=suspects,
+            **_probed(ordered),
         )
         jobs = _jobs(connection, rows)
     claimed = [Claimed(job, row[-1]) for job, row in zip(jobs, rows, strict=True)]
@@ -938,13 +1008,16 @@ def fold_cancel(job_id: UUID) -> Job | None:
 _FIRST = UUID(int=0)
 
 
-def orphans(grace: float, after: UUID | None = None) -> list[Orphan]:
-    """Up to 100 running rows with an owner whose lease ran out more than `grace` seconds ago, by id.
+def orphans(
+    grace: float, after: UUID | None = None, *, batch: int = 100, tenant: str | None = None
+) -> list[Orphan]:
+    """Up to `batch` running rows with an owner whose lease ran out more than `grace` seconds ago, by id.
 
     Locks nothing. Go on with the last id of the page, so that rows that cannot be settled never fill it.
+    Orphans of paused work are left out unless they are to be cancelled; `tenant=None` means every tenant.
     """
     connection = database.connection()
-    rows = _ORPHANS.run(connection, grace=grace, after_id=after or _FIRST)
+    rows = _ORPHANS.run(connection, grace=grace, **_swept(after, batch, tenant))
     return [_orphan(connection, row) for row in rows]
 
 
@@ -962,23 +1035,36 @@ def _orphan(connection: BaseDatabaseWrapper, row: Sequence[Any]) -> Orphan:
     )  # fmt: skip
 
 
-def cancelling(grace: float, after: UUID | None = None) -> list[UUID]:
-    """Up to 100 ids with a cancel request that no live lease will honour, by id."""
+def cancelling(after: UUID | None = None, *, batch: int = 100, tenant: str | None = None) -> list[Waiting]:
+    """Up to `batch` jobs with a cancel request that nobody works on, by id.
+
+    Pending, held, or waiting for a retry; a running one is its owner's to end, or an orphan.
+    """
     connection = database.connection()
-    rows = _CANCELLING.run(connection, grace=grace, after_id=after or _FIRST)
-    return [_uuid(row[0]) for row in rows]
+    rows = _CANCELLING.run(connection, **_swept(after, batch, tenant))
+    return [Waiting(_uuid(job_id), kind, float(asked)) for job_id, kind, asked in rows]
 
 
-def mailed(after: UUID | None = None) -> list[UUID]:
-    """Up to 100 ids of live or held jobs with a request in the mailbox, by id."""
+def mailed(after: UUID | None = None, *, batch: int = 100, tenant: str | None = None) -> list[UUID]:
+    """Up to `batch` ids of live or held jobs with a request in the mailbox, by id."""
     connection = database.connection()
-    return [_uuid(row[0]) for row in _MAILED.run(connection, after_id=after or _FIRST)]
+    return [_uuid(row[0]) for row in _MAILED.run(connection, **_swept(after, batch, tenant))]
+
+
+def holders(job_id: UUID) -> list[str] | None:
+    """Who holds the row's lock just now, in words; empty when that cannot be told, None when nobody does."""
+    connection = database.connection()
+    if _IS_FREE.run(connection, id=job_id):
+        return None
+    rows = _HOLDERS.run(connection, id=job_id)
+    return [f"pid {pid} ({state}, transaction open for {age:.0f} s)" for pid, state, age in rows]
 
 
 def take_orphan(orphan: Orphan, *, grace: float, delay: float, dead: bool = False) -> Job | None:
-    """orphan → pending, epoch + 1, redrives + 1, due in `delay` seconds; every condition restated.
+    """orphan of work that is not paused → pending, epoch + 1, redrives + 1, due in `delay` seconds.
 
-    `dead`: the owner's process is known to have ended, which stands in for expiry and grace.
+    Every condition is restated: epoch, expiry, no verdict, no cancel. `dead`: the owner's process is known
+    to have ended, which stands in for expiry and grace.
     """
     connection = database.connection()
     rows = _TAKE_ORPHAN.run(connection, **_orphaned(orphan, grace, dead), delay=delay)
@@ -986,7 +1072,7 @@ def take_orphan(orphan: Orphan, *, grace: float, delay: float, dead: bool = Fals
 
 
 def park_orphan(orphan: Orphan, *, grace: float, code: str, message: str, dead: bool = False) -> Job | None:
-    """orphan → failed and parked with `code`; every condition restated, no cancel requested."""
+    """orphan of work that is not paused → failed and parked with `code`; everything restated, no cancel."""
     connection = database.connection()
     rows = _PARK_ORPHAN.run(connection, **_orphaned(orphan, grace, dead), code=code, message=message)
     return _one(connection, rows)
@@ -1024,6 +1110,13 @@ def redrive(
         if "durable_jobs_one_live" not in str(error):
             raise
         return BUSY
+
+
+def settle(job_id: UUID, *, scope: Scope | None, grace: float) -> Job | None:
+    """A live job whose hooks failed → cancelled, if that was requested, else failed; not marked as mirrored."""
+    connection = database.connection()
+    job = _one(connection, _SETTLE.run(connection, id=job_id, **_in(scope), grace=grace))
+    return _emptied(connection, job)
 
 
 def bump_mirror_attempts(job_id: UUID, epoch: int) -> bool:
@@ -1113,6 +1206,30 @@ def forget_workers(silent_seconds: float) -> None:
         _FORGET_WORKERS.run(connection, grace=silent_seconds)
 
 
+def pause(*, queue: str = "", kind: str = "", tenant: str = "", reason: str, actor: str) -> None:
+    """Stop new claims of what matches (blank matches everything); again: the reason is replaced."""
+    with _joining(database.alias()) as connection:
+        _PAUSE.run(connection, queue=queue, kind=kind, tenant=tenant, reason=reason, actor=actor)
+
+
+def unpause(*, queue: str = "", kind: str = "", tenant: str = "") -> bool:
+    """Take away the pause of exactly this queue, kind and tenant; False when there is none."""
+    with _joining(database.alias()) as connection:
+        return _UNPAUSE.count(connection, queue=queue, kind=kind, tenant=tenant) > 0
+
+
+def leased(*, queue: str = "", kind: str = "", tenant: str = "") -> int:
+    """How many matching jobs are running under a live lease."""
+    connection = database.connection()
+    return int(_LEASED.run(connection, queue=queue, kind=kind, tenant=tenant)[0][0])
+
+
+def now() -> datetime:
+    """The database's clock, which judges leases and schedules."""
+    connection = database.connection()
+    return _moment(connection, _NOW.run(connection)[0][0])
+
+
 # --- parameters -----------------------------------------------------------------------------------------
 
 
@@ -1126,6 +1243,15 @@ def _laid_over(counts: Counts) -> dict[str, Any]:
         "keep_total": counts.total is KEEP,
         "total": None if counts.total is KEEP else counts.total,
         "message": counts.message,
+    }
+
+
+def _probed(probes: Sequence[Probe]) -> dict[str, Any]:
+    return {
+        "queues": [probe.queue for probe in probes],
+        "kinds": [probe.kind for probe in probes],
+        "priorities": [probe.priority for probe in probes],
+        "probes": [[probe.queue, probe.kind, probe.priority, probe.ttl] for probe in probes],
     }
 
 
@@ -1144,6 +1270,16 @@ def _in(scope: Scope | None) -> dict[str, Any]:
     if scope is None:
         return {"any": True, "tenant": "", "organization": None}
     return {"any": False, "tenant": scope.tenant, "organization": scope.organization}
+
+
+def _swept(after: UUID | None, batch: int, tenant: str | None) -> dict[str, Any]:
+    return {
+        "after_id": after or _FIRST,
+        "batch": batch,
+        "any": tenant is None,
+        "tenant": tenant or "",
+        "manual": MANUAL_QUEUE,
+    }
 
 
 def _orphaned(orphan: Orphan, grace: float, dead: bool) -> dict[str, Any]:

@@ -277,9 +277,9 @@ def end(postmaster: subprocess.Popen[bytes]) -> None:
 def end_users_of(folder: Path) -> None:
     """End what has `folder` in its environment: the command whose runner was killed, and its children.
 
-    SIGINT first, so that pytest tears its fixtures down; SIGKILL for what is left after ten seconds.
+    SIGINT first, so that pytest tears its fixtures down; SIGKILL for what is left after five seconds.
     """
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 5
     for pid in users_of(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGINT)
@@ -322,9 +322,8 @@ def usable_binaries(folder: Path, run_as: str | None) -> str:
     installed = installed_binaries()
     if runs(installed, run_as):
         return str(installed)
-    copy = folder / "postgres"
-    shutil.copytree(installed, copy, symlinks=True, ignore=shutil.ignore_patterns("include", "*.a"))
-    for path in [copy, *copy.rglob("*")]:
+    copy = copy_binaries(installed, folder / "copy")
+    for path in [folder / "copy", *(folder / "copy").rglob("*")]:
         own(path, run_as)
     if not runs(copy, run_as):
         raise PostgresUnavailable(
@@ -332,6 +331,17 @@ def usable_binaries(folder: Path, run_as: str | None) -> str:
             " Give the address of a server of your own in DATABASE_URL."
         )
     return str(copy)
+
+
+def copy_binaries(installed: Path, target: Path) -> Path:
+    """Copy the binaries and the wheel's libraries, in the places where they look for each other."""
+    package = installed.parent
+    copy = target / package.name / installed.name
+    shutil.copytree(installed, copy, symlinks=True, ignore=shutil.ignore_patterns("include", "*.a"))
+    for libraries in [package.with_name(f"{package.name}.libs"), package / ".dylibs"]:
+        if libraries.is_dir():
+            shutil.copytree(libraries, target / libraries.relative_to(package.parent), symlinks=True)
+    return copy
 
 
 def installed_binaries() -> Path:
@@ -349,17 +359,21 @@ def installed_binaries() -> Path:
 
 
 def runs(binaries: Path, run_as: str | None) -> bool:
-    try:
-        done = subprocess.run(
-            [binaries / "bin" / "postgres", "--version"],
-            capture_output=True,
-            cwd="/",
-            env={"LD_LIBRARY_PATH": str(binaries / "lib")},
-            **user_arguments(run_as),
-        )
-    except OSError:
-        return False
-    return done.returncode == 0
+    """Whether server and initdb start for that user: reachable, executable, with all their libraries."""
+    for program in ("postgres", "initdb"):
+        try:
+            done = subprocess.run(
+                [binaries / "bin" / program, "--version"],
+                capture_output=True,
+                cwd="/",
+                env={"LD_LIBRARY_PATH": str(binaries / "lib")},
+                **user_arguments(run_as),
+            )
+        except OSError:
+            return False
+        if done.returncode != 0:
+            return False
+    return True
 
 
 def user_arguments(run_as: str | None) -> dict[str, Any]:

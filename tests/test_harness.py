@@ -16,7 +16,16 @@ from django.contrib.auth.models import Group
 from django.db import OperationalError, connection, transaction
 
 from tests.connections import OtherConnection
-from tests.postgres import FOLDER_VARIABLE, ROOT, Server, alive, wait_until
+from tests.postgres import (
+    FOLDER_VARIABLE,
+    ROOT,
+    Server,
+    alive,
+    copy_binaries,
+    installed_binaries,
+    runs,
+    wait_until,
+)
 from tests.processes import Processes
 
 
@@ -114,6 +123,10 @@ def test_backends_can_be_cut(postgres_server: Server, second_connection: OtherCo
     assert postgres_server.terminate_backends() >= 1
     with pytest.raises(OperationalError):
         second_connection.run(Group.objects.count)
+
+
+def test_copied_binaries_find_their_libraries(tmp_path: Path) -> None:
+    assert runs(copy_binaries(installed_binaries(), tmp_path), None)
 
 
 @pytest.mark.postgres_only

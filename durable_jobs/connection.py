@@ -1,0 +1,93 @@
+"""The connections of long-lived threads: kept as long as the thread, reset between slices."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+from django.db import connections, reset_queries
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from durable_jobs import database
+from durable_jobs.logs import tell
+
+logger = logging.getLogger("durable_jobs.connection")
+
+KEEPALIVES = {"keepalives": 1, "keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
+"""A peer that vanished is noticed within a minute instead of hours."""
+CONNECT_TIMEOUT = 5
+
+
+def own(name: str) -> BaseDatabaseWrapper:
+    """Make this thread's connection to the jobs' database one for a long life; `name` shows on the server.
+
+    On PostgreSQL: TCP keepalives, READ COMMITTED, a connection of its own beside the project's pool. The
+    project's other threads keep their settings. Nothing is connected yet.
+    """
+    connection = connections[database.alias()]
+    if getattr(connection, "durable_jobs_own", False):
+        return connection
+    close(connection)
+    settings = copy.copy(connection.settings_dict)
+    settings["CONN_MAX_AGE"] = None
+    if connection.vendor == "postgresql":
+        settings["OPTIONS"] = _postgresql_options(settings["OPTIONS"], name)
+    connection.settings_dict = settings
+    connection.durable_jobs_own = True
+    return connection
+
+
+def _postgresql_options(given: dict[str, Any], name: str) -> dict[str, Any]:
+    from django.db.backends.postgresql.psycopg_any import IsolationLevel
+
+    options = {**KEEPALIVES, "connect_timeout": CONNECT_TIMEOUT, **given}
+    options.pop("pool", None)
+    options["isolation_level"] = IsolationLevel.READ_COMMITTED
+    options["application_name"] = f"durable_jobs {name}"[:63]
+    return options
+
+
+def close(connection: BaseDatabaseWrapper | None = None) -> None:
+    """Close this thread's connection to the jobs' database, whatever its state; the next use connects."""
+    connection = connections[database.alias()] if connection is None else connection
+    raw = connection.connection
+    # What a block that was never left has noted would otherwise refuse every later connection.
+    connection.in_atomic_block = connection.needs_rollback = connection.closed_in_transaction = False
+    connection.savepoint_ids, connection.atomic_blocks, connection.run_on_commit = [], [], []
+    try:
+        connection.close()
+    except Exception as error:
+        tell(logger, logging.DEBUG, "close_failed", str(error))
+        connection.connection = None
+    if raw is not None and connection.connection is raw:
+        connection.connection = None
+
+
+def clean() -> None:
+    """Make this thread's connections as new: what a step has left open is rolled back or closed."""
+    for connection in connections.all(initialized_only=True):
+        if connection.connection is None:
+            continue
+        try:
+            if _is_in_transaction(connection):
+                tell(logger, logging.WARNING, "transaction_left_open", "closed", alias=connection.alias)
+                close(connection)
+                continue
+            connection.close_at = None
+            connection.close_if_unusable_or_obsolete()
+        except Exception as error:
+            tell(logger, logging.WARNING, "connection_dropped", str(error), alias=connection.alias)
+            close(connection)
+    reset_queries()
+
+
+def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
+    if connection.in_atomic_block or not connection.get_autocommit():
+        return True
+    raw: Any = connection.connection
+    if connection.vendor == "sqlite":
+        return bool(raw.in_transaction)
+    if connection.vendor == "postgresql" and hasattr(raw, "info"):
+        return bool(raw.info.transaction_status)
+    return False

@@ -1,0 +1,314 @@
+"""The lease keeper: one thread and one connection that keep all leases of a process alive.
+
+It renews them in one statement that skips locked rows, and carries back what it learns: a lease that is
+lost, a cancel, a pause. A database that does not answer means nothing for a lease: the keeper tries again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from uuid import UUID
+
+from django.db import connections
+
+from durable_jobs import store
+from durable_jobs.logs import tell
+from durable_jobs.outage import Outage
+from durable_jobs.store import Beat, Lease
+
+logger = logging.getLogger("durable_jobs.keeper")
+
+BEAT_SHARE = 0.3
+"""A beat begins when this share of a lease has passed: a little before its third."""
+LONGEST_INTERVAL = 5.0
+"""Seconds; the beat also is how a slice learns of a cancel and of a pause."""
+SKIPPED_INTERVAL = 1.0
+"""Seconds until a lease is tried again whose row somebody else has locked."""
+
+
+class Hold:
+    """A lease in use: what a slice and its keeper share.
+
+    The slice tells `committed()` and `in_fence`; the keeper tells `lost`, `cancelled`, `paused`, `overdue`.
+    All times are seconds of `time.monotonic()`.
+    """
+
+    def __init__(
+        self, lease: Lease, *, max_slice_seconds: float = math.inf, thread: threading.Thread | None = None
+    ) -> None:
+        self.lease = lease
+        self.max_slice_seconds = max_slice_seconds
+        self.thread = thread or threading.current_thread()
+        self.stop = threading.Event()
+        """Set once, at the first sign that going on is pointless: lost, cancelled or overdue."""
+        self.lost = False
+        self.cancelled = False
+        self.paused = False
+        """A pause matches: yield at the next boundary, as an interruption."""
+        self.overdue = False
+        """No commit within `max_slice_seconds`: the lease is not renewed any more."""
+        self.in_fence = False
+        self.begun = self.last_commit = time.monotonic()
+        self.key = (lease.job_id, lease.epoch)
+        self._renewed = self.begun
+        self._retry_at = math.inf
+
+    def committed(self) -> None:
+        """Restart the clock of `max_slice_seconds`; the commit has renewed the lease, too."""
+        self.last_commit = self._renewed = time.monotonic()
+        self._retry_at = math.inf
+        self.overdue = False
+
+    def observe(self, *, cancel: bool = False, lost: bool = False) -> None:
+        """Note a cancel or the loss of the lease, and set `stop`."""
+        self.cancelled = self.cancelled or cancel
+        self.lost = self.lost or lost
+        if cancel or lost:
+            self.stop.set()
+
+    @property
+    def _interval(self) -> float:
+        return min(self.lease.ttl * BEAT_SHARE, LONGEST_INTERVAL)
+
+    @property
+    def _due_at(self) -> float:
+        return self._retry_at if self._retry_at < math.inf else self._renewed + self._interval
+
+    @property
+    def _overdue_at(self) -> float:
+        return self.last_commit + self.max_slice_seconds
+
+    @property
+    def _next_at(self) -> float:
+        return self._overdue_at if self.lost else min(self._due_at, self._overdue_at)
+
+    def _skipped(self, now: float) -> None:
+        """Its row is locked: by our own fence, whose end renews it, or by somebody else."""
+        if self.in_fence:
+            self._renewed, self._retry_at = now, math.inf
+        else:
+            self._retry_at = now + min(SKIPPED_INTERVAL, self._interval)
+
+
+class Keeper:
+    """Keeps the leases of one owner. `start()`, then `hold` and `let_go` from any thread, then `stop()`.
+
+    It also finds running rows of its owner that nobody here holds at two looks in a row (claims whose reply
+    was lost) and gives them back.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.last_beat = time.monotonic()
+        """When the last round succeeded (`time.monotonic()`)."""
+        self._holds: dict[tuple[UUID, int], Hold] = {}
+        self._guard = threading.Lock()
+        self._wake = threading.Event()
+        self._planned = math.inf
+        self._at_once = False
+        self._stopping = threading.Event()
+        self._claims = 0
+        self._claims_begun = 0
+        self._strangers: set[tuple[UUID, int]] = set()
+        self._outage = Outage("keeper", longest=1.0)
+        self._thread: threading.Thread | None = None
+
+    # --- for the slices and the worker
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="durable-jobs-keeper", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """End the thread and close its connection; leases still held are renewed no more."""
+        self._stopping.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def hold(self, hold: Hold) -> None:
+        """Keep this lease alive until `let_go`. A second hold of one lease takes the first one's place."""
+        with self._guard:
+            self._holds[hold.key] = hold
+            sooner = hold._next_at < self._planned
+        if sooner:
+            self._wake.set()
+
+    def let_go(self, hold: Hold) -> None:
+        """Renew this lease no more. Call it after the row was written, or the row looks like a stranger.
+
+        Nothing happens when another hold has taken its place.
+        """
+        with self._guard:
+            if self._holds.get(hold.key) is hold:
+                del self._holds[hold.key]
+
+    @contextmanager
+    def claiming(self) -> Iterator[None]:
+        """Around a claim and the `hold` of everything it claimed: meanwhile nothing passes for a stranger."""
+        with self._guard:
+            self._claims += 1
+            self._claims_begun += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._claims -= 1
+
+    def beat_now(self) -> None:
+        """Beat as soon as possible: after a rolled-back fence, or when a cancel was announced."""
+        self._at_once = True
+        self._wake.set()
+
+    def has_committed(self, lease: Lease) -> bool:
+        """Whether the slice of this lease has committed since it began, or has ended."""
+        with self._guard:
+            hold = self._holds.get((lease.job_id, lease.epoch))
+        return hold is None or hold.last_commit > hold.begun
+
+    @property
+    def overdue(self) -> list[Hold]:
+        """The holds of slices that count as hung."""
+        with self._guard:
+            return [hold for hold in self._holds.values() if hold.overdue]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the thread runs and no lease has gone unrenewed for its whole length."""
+        if self._thread is None or not self._thread.is_alive():
+            return False
+        with self._guard:
+            shortest = min((hold.lease.ttl for hold in self._holds.values()), default=math.inf)
+        return time.monotonic() - self.last_beat < max(shortest, 2 * LONGEST_INTERVAL)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                try:
+                    self._wait()
+                    self._round()
+                    self._outage.over()
+                except BaseException as error:
+                    self._rest_after(error)
+        finally:
+            connections.close_all()
+
+    def _wait(self) -> None:
+        """Sleep until the next lease is due; a shorter one that arrives meanwhile ends the sleep."""
+        while not self._stopping.is_set() and not self._at_once:
+            now = time.monotonic()
+            with self._guard:
+                # Cleared in the same breath as the plan is made, so that no wake-up falls in between.
+                self._wake.clear()
+                moments = [hold._next_at for hold in self._holds.values() if not hold.overdue]
+                self._planned = min([*moments, self.last_beat + LONGEST_INTERVAL])
+                if self._at_once or self._stopping.is_set():
+                    return
+            if self._planned <= now:
+                return
+            self._wake.wait(min(self._planned - now, LONGEST_INTERVAL))
+
+    def _round(self) -> None:
+        now = time.monotonic()
+        with self._guard:
+            forced, self._at_once = self._at_once, False
+            hung = [hold for hold in self._holds.values() if not hold.overdue and hold._overdue_at <= now]
+        for hold in hung:
+            self._give_up_on(hold)
+        with self._guard:
+            holds = [hold for hold in self._holds.values() if not hold.lost and not hold.overdue]
+        due = [hold for hold in holds if hold._due_at <= now]
+        if due and not forced and all(hold._retry_at < math.inf for hold in due):
+            self._beat(due)
+            return
+        self._beat(holds)
+        self._look_for_strangers()
+        self.last_beat = time.monotonic()
+
+    def _beat(self, holds: list[Hold]) -> None:
+        # One lease a job: where this process has claimed anew what it has lost meanwhile, the older is lost.
+        latest = {hold.lease.job_id: hold for hold in sorted(holds, key=lambda hold: hold.lease.epoch)}
+        sent = time.monotonic()
+        beats = store.beat_many(self.owner, [hold.lease for hold in latest.values()])
+        for hold in holds:
+            if latest[hold.lease.job_id] is not hold:
+                hold.observe(lost=True)
+        for hold in latest.values():
+            self._carry_back(hold, beats.get(hold.lease.job_id), sent)
+
+    def _carry_back(self, hold: Hold, beat: Beat | None, sent: float) -> None:
+        if beat is None or not beat.mine:
+            hold.observe(lost=True)
+            return
+        hold.paused = beat.paused
+        if beat.cancel and not hold.cancelled:
+            hold.observe(cancel=True)
+        if beat.renewed:
+            hold._renewed, hold._retry_at = max(hold._renewed, sent), math.inf
+        else:
+            hold._skipped(sent)
+
+    def _give_up_on(self, hold: Hold) -> None:
+        """Let the reconciler have a slice that hangs: its process lives, its lease runs out."""
+        hold.overdue = True
+        hold.stop.set()
+        frame = sys._current_frames().get(hold.thread.ident or 0)
+        stack = "".join(traceback.format_stack(frame)) if frame else "(its thread has ended)\n"
+        tell(
+            logger,
+            logging.ERROR,
+            "slice_overdue",
+            f"no commit for {hold.max_slice_seconds:g} s; its lease is not renewed; it stands at\n{stack}",
+            job_id=hold.lease.job_id,
+            epoch=hold.lease.epoch,
+            thread=hold.thread.name,
+        )
+
+    def _look_for_strangers(self) -> None:
+        with self._guard:
+            quiet, claims_begun = self._claims == 0, self._claims_begun
+            known = {hold.lease.job_id for hold in self._holds.values() if not hold.lost}
+        if not quiet:
+            self._strangers = set()
+            return
+        found = set(store.strangers(self.owner, known))
+        with self._guard:
+            quiet = self._claims == 0 and self._claims_begun == claims_begun
+            found -= self._holds.keys()
+        if not quiet:
+            self._strangers = set()
+            return
+        for job_id, epoch in found & self._strangers:
+            self._give_back(job_id, epoch)
+        self._strangers = found
+
+    def _give_back(self, job_id: UUID, epoch: int) -> None:
+        job = store.give_back(Lease(job_id, self.owner, epoch, 0.0))
+        if job is not None:
+            tell(
+                logger,
+                logging.WARNING,
+                "stranger_given_back",
+                "a claim whose answer never arrived",
+                job_id=job_id,
+                epoch=epoch,
+            )
+
+    def _rest_after(self, error: BaseException) -> None:
+        """An outage and a bug alike end one round, never the keeper."""
+        self._strangers = set()
+        delay = self._outage.seen(error)
+        with self._guard:
+            shortest = min((hold._interval for hold in self._holds.values()), default=1.0)
+        self._stopping.wait(min(delay, max(shortest, 0.01)))
+        self._at_once = True

@@ -1,0 +1,144 @@
+"""`manage.py runworker`: claim and run jobs until stopped."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from durable_jobs import database, kinds, store
+from durable_jobs.conf import config
+from durable_jobs.models import MANUAL_QUEUE
+from durable_jobs.worker import DEFAULT_CONCURRENCY, Worker, leave
+
+MOST_THREADS = 256
+LONGEST_DRAIN = 86_400
+
+EPILOG = """
+SIGTERM or SIGINT drains: no more claims, running slices are asked to yield at their next boundary, and what
+was claimed but not begun goes back. A second signal (half a second later or more) leaves at once.
+
+exit codes: 0 drained, or idle with --until-idle; 1 slices still ran when the drain timeout was over;
+3 the tables are missing, migrate first; 4 the database does not answer at the start; 75 every thread hangs in
+a step, start a new process; 130 and 143 a second SIGINT or SIGTERM.
+"""
+
+
+class Command(BaseCommand):
+    """Parses, configures logging where the project has none, and runs a `Worker`."""
+
+    help = "Run durable jobs until stopped."
+    requires_migrations_checks = False
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        parser = super().create_parser(prog_name, subcommand, epilog=EPILOG, **kwargs)
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        return parser
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--queues", type=_names, help="queues to work on, as a,b (default: all)")
+        parser.add_argument("--kinds", type=_names, help="kinds to work on, as a,b (default: all registered)")
+        parser.add_argument(
+            "--concurrency",
+            type=_threads,
+            default=DEFAULT_CONCURRENCY,
+            help=f"slices that run at a time, 1 to {MOST_THREADS} (default: {DEFAULT_CONCURRENCY})",
+        )
+        parser.add_argument(
+            "--drain-timeout",
+            type=_seconds,
+            help=(
+                f"seconds that a drain waits for running slices, 0 to {LONGEST_DRAIN} (default:"
+                f" DURABLE_JOBS['DRAIN_TIMEOUT'], here {config.DRAIN_TIMEOUT:g})"
+            ),
+        )
+        parser.add_argument(
+            "--until-idle",
+            action="store_true",
+            help="end when nothing is due, running or waiting for a retry (what is scheduled for later may stay)",
+        )
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        log_to_stderr_by_default(options["verbosity"])
+        self._refuse_unknown(options["queues"], options["kinds"])
+        worker = Worker(
+            queues=options["queues"],
+            kinds=options["kinds"],
+            concurrency=options["concurrency"],
+            until_idle=options["until_idle"],
+            drain_timeout=options["drain_timeout"],
+        )
+        leave(worker, worker.run())
+
+    def _refuse_unknown(self, queues: list[str] | None, chosen: list[str] | None) -> None:
+        unknown = sorted(set(chosen or ()) - set(kinds.names()))
+        if unknown:
+            raise CommandError(
+                f"No kind is called {_quoted(unknown)}. Registered kinds: {_quoted(kinds.names()) or 'none'}."
+            )
+        if MANUAL_QUEUE in (queues or ()):
+            raise CommandError(f"The queue {MANUAL_QUEUE!r} is reserved: workers leave it alone.")
+        known = {kind.queue for kind in kinds.all_kinds()}
+        if set(queues or ()) <= known:
+            return
+        unknown = sorted(set(queues or ()) - known - _queues_with_rows())
+        if unknown:
+            raise CommandError(
+                f"No kind and no waiting job has the queue {_quoted(unknown)}. Known queues:"
+                f" {_quoted(sorted(known | _queues_with_rows())) or 'none'}."
+            )
+
+
+def _queues_with_rows() -> set[str]:
+    """Jobs may be started on a queue that no kind names."""
+    try:
+        return {route.queue for route in store.routes()} - {MANUAL_QUEUE}
+    except Exception:
+        # No table or no database: the worker says so itself.
+        database.connection().close()
+        return set()
+
+
+def log_to_stderr_by_default(verbosity: int) -> None:
+    """Show the package's log on stderr, unless the project has configured a handler that gets it."""
+    package = logging.getLogger("durable_jobs")
+    if package.hasHandlers():
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    package.addHandler(handler)
+    if package.level == logging.NOTSET:
+        package.setLevel({0: logging.WARNING, 1: logging.INFO}.get(verbosity, logging.DEBUG))
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError("give at least one name, several as a,b")
+    return names
+
+
+def _threads(text: str) -> int:
+    return int(_number(text, 1, MOST_THREADS, int))
+
+
+def _seconds(text: str) -> float:
+    return _number(text, 0, LONGEST_DRAIN, float)
+
+
+def _number(text: str, least: float, most: float, convert: type) -> float:
+    try:
+        number = convert(text)
+    except ValueError:
+        number = None
+    if number is None or not least <= number <= most:
+        sort = "whole number" if convert is int else "number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {sort} from {least} to {most}")
+    return number
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names)

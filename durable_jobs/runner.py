@@ -1,0 +1,658 @@
+"""One slice of a job: what a step is given, and what becomes of its answer or its error.
+
+The fence is the row's owner and epoch. A slice that lost it ends quietly: nothing written, nothing counted,
+nothing raised to whoever ran it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from asgiref.sync import async_to_sync, sync_to_async
+from django.core.exceptions import SynchronousOnlyOperation
+from django.db import DatabaseError, InterfaceError, connections
+
+from durable_jobs import database, jsontext, kinds, lifecycle, signals, store
+from durable_jobs.conf import config
+from durable_jobs.exceptions import (
+    ErrorClass,
+    ErrorFacts,
+    HookFailed,
+    InvalidInput,
+    LeaseLost,
+    Park,
+    RetryAfter,
+    TransactionOwned,
+    UnknownKind,
+    UnrecoverableError,
+    describe,
+)
+from durable_jobs.keeper import Hold, Keeper
+from durable_jobs.kinds import KEEP, Cancelled, Done, Kind, Sentinel, Yield
+from durable_jobs.logs import log
+from durable_jobs.models import Job, Scope
+from durable_jobs.store import Counts, Lease
+
+PROGRESS_SECONDS: Final = 1.0
+"""Progress that a step reports is written at most this often."""
+LONG_FENCE_SECONDS: Final = 1.0
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.05, 2.0
+
+Answer = TypeVar("Answer")
+
+
+class Outcome(StrEnum):
+    """What a slice came to."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    YIELDED = "yielded"
+    RETRY = "retry"
+    LEASE_LOST = "lease_lost"
+
+
+@dataclass(frozen=True)
+class SliceResult:
+    """The outcome of a slice, the row as it left it (None when it is somebody else's), and the step's error."""
+
+    outcome: Outcome
+    job: Job | None = None
+    error: BaseException | None = None
+
+
+@dataclass
+class _Noted:
+    """What an open fence will commit with its end."""
+
+    checkpoint: str | Sentinel | None = KEEP
+    counts: Counts = store.NO_COUNTS
+
+
+class SliceContext:
+    """What a step works with. One thread uses it, for one slice.
+
+    `stop` is set when the slice should end: a cancel was seen, the worker drains, the lease is lost or no
+    longer renewed. `prepared` is what `BatchKind.before_batch` returned.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        job: Job,
+        hold: Hold,
+        draining: threading.Event | None,
+        on_commit: Callable[[], None] | None = None,
+    ) -> None:
+        self.job = job
+        self.lease: Lease = hold.lease
+        self.prepared: Any = None
+        self.alias = database.alias()
+        self._kind = kind
+        self._hold = hold
+        self._draining = draining
+        self._on_commit = on_commit
+        self._begun = time.monotonic()
+        self._checkpoint_text = job.checkpoint_text
+        self._processed = job.processed_count
+        self._total = job.total_count
+        self._noted: _Noted | None = None
+        self._unwritten = store.NO_COUNTS
+        self._progress_written = 0.0
+
+    # --- reading ---
+
+    @property
+    def scope(self) -> Scope:
+        return self.job.scope
+
+    @property
+    def input(self) -> Any:
+        """The input that the job was started with, parsed anew at each access."""
+        return self.job.input
+
+    @property
+    def checkpoint(self) -> Any:
+        """The last committed checkpoint, parsed anew at each access; None before the first."""
+        return None if self._checkpoint_text is None else json.loads(self._checkpoint_text)
+
+    @property
+    def stop(self) -> threading.Event:
+        return self._hold.stop
+
+    @property
+    def processed(self) -> int:
+        """Items done, with what the open fence has noted."""
+        noted = self._noted.counts.processed if self._noted else None
+        return self._processed if noted is None else noted
+
+    @property
+    def total(self) -> int | None:
+        """Items in all, None where unknown."""
+        if self._noted and not isinstance(self._noted.counts.total, Sentinel):
+            return self._noted.counts.total
+        return self._total
+
+    @property
+    def slice_key(self) -> str:
+        """`job:seq`: the same over retries and redrives of one slice, new after a yield."""
+        return f"{self.job.id}:{self.job.continuation_seq}"
+
+    def effect_key(self, *parts: object) -> str:
+        """A key for one effect outside the database, the same whichever slice, retry or restart performs it.
+
+        Give the parts that tell this effect of the job from its others. Colons and percent signs in a part
+        are escaped, so that different parts give different keys.
+        """
+        escaped = (str(part).replace("%", "%25").replace(":", "%3A") for part in parts)
+        return ":".join((str(self.job.id), *escaped))
+
+    def should_yield(self) -> bool:
+        """Whether the step should return `Yield()` at this boundary: time is up, or somebody asks it to stop."""
+        return (
+            self.stop.is_set()
+            or self._hold.paused
+            or (self._draining is not None and self._draining.is_set())
+            or time.monotonic() - self._begun >= self._kind.slice_seconds
+        )
+
+    def still_mine(self) -> bool:
+        """Ask the row whether the job is still ours, before an effect outside the database.
+
+        True is true only at that moment: what is sent afterwards is not fenced.
+        """
+        mine = store.still_mine(self.lease)
+        if not mine:
+            self._hold.observe(lost=True)
+        return mine
+
+    # --- writing ---
+
+    @contextmanager
+    def fenced(self) -> Iterator[None]:
+        """One transaction on the jobs' database that only the lease's holder can commit.
+
+        It locks the job's row, runs the block, and with its end renews the lease, counts a commit and writes
+        what `save_checkpoint` and `progress` noted: rows, cursor and counts commit together or not at all.
+        Keep it under a second. Raises `TransactionOwned` inside an open transaction or another fence, and
+        `LeaseLost` when the job was taken.
+        """
+        _refuse_event_loop("ctx.fenced()")
+        if self._noted is not None:
+            raise TransactionOwned("ctx.fenced()")
+        hold, begun = self._hold, time.monotonic()
+        hold.in_fence = True
+        try:
+            with database.transaction(self.alias, what="ctx.fenced()"):
+                if not store.lock_fence(self.lease, self._fence_idle_seconds()):
+                    raise self._lost()
+                self._noted = noted = _Noted(counts=self._unwritten)
+                yield
+                requested = store.write_checkpoint(self.lease, noted.checkpoint, noted.counts)
+                if requested is None:
+                    raise self._lost()
+        except BaseException as error:
+            self._noted = None
+            hold.in_fence = False
+            if not isinstance(error, LeaseLost):
+                self._beat()
+            raise
+        self._noted = None
+        hold.in_fence = False
+        self._committed(noted.checkpoint, noted.counts, requested)
+        took = time.monotonic() - begun
+        if took > LONG_FENCE_SECONDS:
+            log("fenced_block_long", self.job, level=logging.WARNING, seconds=round(took, 3))
+
+    async def run_fenced(self, function: Callable[..., Answer], *args: Any) -> Answer:
+        """For async steps: call `function(*args)` inside `fenced()`, in the slice's own thread."""
+
+        def call() -> Answer:
+            with self.fenced():
+                return function(*args)
+
+        return await sync_to_async(call, thread_sensitive=True)()
+
+    def save_checkpoint(
+        self,
+        state: Any = KEEP,
+        *,
+        advance: int = 0,
+        processed: int | None = None,
+        total: int | Sentinel | None = KEEP,
+    ) -> None:
+        """Commit where the work is: JSON `state` (default: leave it), and counts.
+
+        `advance` adds to the items done, `processed` sets them; `total=None` means unknown. Inside `fenced()`
+        it joins that transaction, and `ctx` moves on when that commits. Outside it is a commit of its own.
+        Raises `InvalidInput` for what is not JSON or more than MAX_CHECKPOINT_BYTES, `TransactionOwned` in an
+        atomic block of yours (a savepoint in the fence included), `LeaseLost` when the job was taken.
+        """
+        _refuse_event_loop("ctx.save_checkpoint()")
+        database.refuse_borrowed(self.alias, "ctx.save_checkpoint()")
+        text: str | Sentinel | None = KEEP
+        if state is not KEEP:
+            text = jsontext.encode(state, field="checkpoint", limit=config.MAX_CHECKPOINT_BYTES)
+        counts = self._counts(advance, processed, total, None)
+        if self._noted is not None:
+            self._noted.checkpoint = self._noted.checkpoint if text is KEEP else text
+            self._noted.counts = counts
+            return
+        requested = store.write_checkpoint(self.lease, text, counts)
+        if requested is None:
+            raise self._lost()
+        self._committed(text, counts, requested)
+
+    def progress(
+        self,
+        *,
+        advance: int = 0,
+        processed: int | None = None,
+        total: int | Sentinel | None = KEEP,
+        message: str | None = None,
+    ) -> None:
+        """Report progress: counts as in `save_checkpoint`, and a message of at most 500 characters.
+
+        Written at most once a second, with the next commit, or with the slice's end. It renews nothing.
+        """
+        if message is not None:
+            message = jsontext.clean(str(message))[:500]
+        counts = self._counts(advance, processed, total, message)
+        if self._noted is not None:
+            self._noted.counts = counts
+            return
+        self._unwritten = counts
+        now = time.monotonic()
+        if now - self._progress_written < PROGRESS_SECONDS or connections[self.alias].in_atomic_block:
+            return
+        self._progress_written = now
+        requested = store.set_progress(self.lease, counts)
+        if requested is None:
+            raise self._lost()
+        self._keep_counts(counts)
+        self._unwritten = store.NO_COUNTS
+        self._hold.observe(cancel=requested)
+
+    def record(self, event: str, *, code: str = "", message: str = "", data: Any = None) -> None:
+        """Append a line to the job's history; inside `fenced()` it commits with the fence."""
+        with database.joined(self.alias):
+            store.add_event(self.job, event, owner=self.lease.owner, code=code, message=message, data=data)
+
+    # --- inside ---
+
+    def unwritten(self) -> Counts:
+        """Progress that the slice's last statement still has to write."""
+        return self._unwritten
+
+    def _counts(
+        self, advance: int, processed: int | None, total: int | Sentinel | None, message: str | None
+    ) -> Counts:
+        noted = self._noted.counts if self._noted else self._unwritten
+        base = self.processed if self._noted or noted.processed is None else noted.processed
+        if processed is not None:
+            base = _count("processed", processed)
+        elif advance:
+            base = base + _count("advance", advance, negative=True)
+        if base < 0:
+            raise InvalidInput("processed", base, "is below zero", "Count the items that are done.")
+        if total is not None and not isinstance(total, Sentinel):
+            _count("total", total)
+        changed = processed is not None or bool(advance) or noted.processed is not None
+        return Counts(
+            processed=base if changed else None,
+            total=noted.total if isinstance(total, Sentinel) else total,
+            message=noted.message if message is None else message,
+        )
+
+    def _committed(self, checkpoint: str | Sentinel | None, counts: Counts, requested: bool) -> None:
+        if not isinstance(checkpoint, Sentinel):
+            self._checkpoint_text = checkpoint
+        self._keep_counts(counts)
+        self._unwritten = store.NO_COUNTS
+        self._hold.committed()
+        self._hold.observe(cancel=requested)
+        if self._on_commit is not None:
+            self._on_commit()
+
+    def _keep_counts(self, counts: Counts) -> None:
+        if counts.processed is not None:
+            self._processed = counts.processed
+        if not isinstance(counts.total, Sentinel):
+            self._total = counts.total
+
+    def _lost(self) -> LeaseLost:
+        self._hold.observe(lost=True)
+        return LeaseLost(self.lease.job_id, self.lease.owner, self.lease.epoch)
+
+    def _fence_idle_seconds(self) -> float:
+        return self.lease.ttl + config.GRACE
+
+    def _beat(self) -> None:
+        """After a rollback, which renewed nothing; its failure is the keeper's to notice."""
+        try:
+            beat = store.beat_many(self.lease.owner, [self.lease]).get(self.lease.job_id)
+        except Exception:
+            return
+        if beat is None or not beat.mine:
+            self._hold.observe(lost=True)
+
+
+def run_slice(
+    job: Job,
+    *,
+    owner: str,
+    keeper: Keeper | None = None,
+    draining: threading.Event | None = None,
+    on_commit: Callable[[], None] | None = None,
+) -> SliceResult:
+    """Run one slice of a job that `owner` has just claimed, and put its outcome on the row.
+
+    Raises nothing for what a step does, SystemExit included; a KeyboardInterrupt leaves everything as a kill
+    would. `draining` set: the worker stops, and the slice hands back at its next boundary. `on_commit` is
+    called after each commit of the slice. Raises `UnknownKind` before anything else.
+    """
+    kind = kinds.find(job.kind)
+    if kind is None:
+        raise UnknownKind(job.kind, kinds.names())
+    lease = Lease(job.id, owner, job.lease_epoch, kind.lease_seconds)
+    hold = Hold(lease, max_slice_seconds=kind.max_slice_seconds, thread=threading.current_thread())
+    if keeper is not None:
+        keeper.hold(hold)
+    try:
+        return _Slice(kind, job, hold, keeper, draining, on_commit).run()
+    finally:
+        if keeper is not None:
+            keeper.let_go(hold)
+
+
+class _Slice:
+    """The acts of one slice, in order: look at the row, run the step, put its outcome on the row."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        job: Job,
+        hold: Hold,
+        keeper: Keeper | None,
+        draining: threading.Event | None,
+        on_commit: Callable[[], None] | None,
+    ) -> None:
+        self.kind, self.job, self.hold, self.lease = kind, job, hold, hold.lease
+        self.patient = keeper is not None
+        self.draining = draining
+        self.ctx = SliceContext(kind, job, hold, draining, on_commit)
+
+    def run(self) -> SliceResult:
+        try:
+            return self._run()
+        except LeaseLost:
+            return self._lost()
+        except Exception as error:
+            # Nothing here belongs to the step: the row could not be written. Let it go, and say so.
+            log("slice_not_recorded", self.job, level=logging.ERROR, error=error)
+            return self._release(error)
+
+    def _run(self) -> SliceResult:
+        job = self.job
+        if job.cancel_requested_at is not None:
+            return self._cancel()
+        if job.verdict is not None:
+            return self._decide(job, owned=True)
+        if job.input_text is not None and jsontext.sha256(job.input_text) != job.input_sha256:
+            return self._fail(
+                UnrecoverableError(
+                    "The stored input does not match its hash: it was changed after the start.",
+                    code="input_changed",
+                )
+            )
+        if job.attempts == 1:
+            signals.send(signals.job_started, job)
+        try:
+            answer = self._call_step()
+        except (LeaseLost, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            return self._raised(error)
+        finally:
+            self._leave_clean()
+        return self._returned(answer)
+
+    def _call_step(self) -> object:
+        step = self.kind.step
+        return async_to_sync(step)(self.ctx) if inspect.iscoroutinefunction(step) else step(self.ctx)
+
+    def _leave_clean(self) -> None:
+        """A transaction that a step left open, or a connection it broke, must not carry the outcome."""
+        connection = connections[self.ctx.alias]
+        if connection.in_atomic_block and not any(block._from_testcase for block in connection.atomic_blocks):
+            connection.close()
+            connection.in_atomic_block = False
+            connection.savepoint_ids, connection.atomic_blocks = [], []
+            connection.needs_rollback = False
+        elif not connection.in_atomic_block and connection.connection is not None:
+            if connection.errors_occurred:
+                database.drop_broken(self.ctx.alias)
+            if connection.connection is not None and not connection.get_autocommit():
+                connection.close()
+
+    # --- outcomes ---
+
+    def _returned(self, answer: object) -> SliceResult:
+        if self.hold.lost:
+            return self._lost()
+        if not isinstance(answer, Done | Yield | Cancelled):
+            return self._fail(
+                UnrecoverableError(
+                    f"step returned {answer!r:.200}; return Done(result), Yield(after) or Cancelled().",
+                    code="bad_outcome",
+                )
+            )
+        if self.hold.cancelled or isinstance(answer, Cancelled):
+            return self._cancel()
+        if isinstance(answer, Yield):
+            return self._yield(answer.after)
+        return self._complete(answer.result)
+
+    def _raised(self, error: BaseException) -> SliceResult:
+        if self.hold.lost:
+            return self._lost()
+        if self.hold.cancelled:
+            return self._cancel()
+        if isinstance(error, RetryAfter):
+            return self._yield(error.seconds)
+        if self._interrupted:
+            return self._yield(0.0)
+        if isinstance(error, Park):
+            return self._park(error)
+        if database.is_outage(error) and not database.is_locked(error):
+            return self._release(error)
+        return self._fail(error)
+
+    def _complete(self, result: Any) -> SliceResult:
+        text = None
+        if result is not None:
+            try:
+                text = jsontext.encode(result, field="result", limit=config.MAX_RESULT_BYTES)
+            except InvalidInput as error:
+                return self._fail(UnrecoverableError(str(error), code="bad_result"))
+        try:
+            job = self._persist(lambda: lifecycle.complete(self.kind, self.lease, text, self.ctx.unwritten()))
+        except HookFailed as failure:
+            # The work is done but not agreed: a failure like any other, and the step runs again.
+            return self._fail(failure.error)
+        return SliceResult(Outcome.COMPLETED, job) if job else self._lost()
+
+    def _yield(self, after: float) -> SliceResult:
+        interrupted = self._interrupted
+        job = self._persist(
+            lambda: store.yield_slice(self.lease, after, interrupted=interrupted, counts=self.ctx.unwritten())
+        )
+        if job is None:
+            return self._lost()
+        log(
+            "job_yielded",
+            job,
+            level=logging.DEBUG,
+            seq=job.continuation_seq,
+            after=after,
+            interrupted=interrupted,
+        )
+        signals.send(signals.job_yielded, job)
+        return SliceResult(Outcome.YIELDED, job)
+
+    def _cancel(self) -> SliceResult:
+        try:
+            job = self._persist(
+                lambda: lifecycle.cancel(
+                    self.kind,
+                    self.job.id,
+                    self.lease.epoch,
+                    self.ctx.unwritten(),
+                    actor=f"worker:{self.lease.owner}",
+                )
+            )
+        except HookFailed as failure:
+            # No failure is counted and the request stays: a cancelled job must not end failed.
+            log("cancel_mirror_failed", self.job, level=logging.ERROR, error=failure.error)
+            return self._release(failure.error)
+        return SliceResult(Outcome.CANCELLED, job) if job else self._lost()
+
+    def _park(self, error: Park) -> SliceResult:
+        facts = replace(describe(error), error_class=ErrorClass.TERMINAL)
+        try:
+            job = self._persist(
+                lambda: lifecycle.fail(self.kind, self.job.id, self.lease.epoch, facts, parked=True)
+            )
+        except HookFailed as failure:
+            return self._release(failure.error)
+        return SliceResult(Outcome.FAILED, job, error) if job else self._lost()
+
+    def _fail(self, error: BaseException) -> SliceResult:
+        facts = replace(describe(error), error_class=kinds.classify(self.kind, error))
+        job = self._persist(lambda: self._record_failure(facts))
+        if job is None:
+            return self._lost()
+        log(
+            "slice_failed",
+            job,
+            level=logging.WARNING,
+            error_type=facts.type,
+            failures=job.consecutive_failures,
+            verdict=job.verdict,
+            error=error,
+        )
+        if job.verdict is None:
+            return SliceResult(Outcome.RETRY, job, error)
+        return replace(self._decide(job, owned=False), error=error)
+
+    def _record_failure(self, facts: ErrorFacts) -> Job | None:
+        retry = self.kind.retry
+        with database.transaction(self.ctx.alias, what="fail"):
+            job = store.fail_slice(
+                self.lease,
+                facts,
+                max_failures=retry.failures,
+                first_delay=retry.first_delay,
+                longest_delay=retry.longest_delay,
+                exponential=retry.backoff == "exponential",
+                counts=self.ctx.unwritten(),
+            )
+            if job is not None:
+                store.add_event(
+                    job,
+                    "slice_failed",
+                    owner=self.lease.owner,
+                    code=facts.code or "",
+                    error_type=facts.type,
+                    message=facts.message,
+                    traceback=facts.traceback,
+                    data={"class": str(facts.error_class), "failures": job.consecutive_failures},
+                )
+        return job
+
+    def _decide(self, job: Job, *, owned: bool) -> SliceResult:
+        """The row carries a verdict: tell the domain. The work is never run again for it."""
+        try:
+            failed = self._persist(lambda: lifecycle.fail(self.kind, job.id, job.lease_epoch))
+        except HookFailed as failure:
+            if owned:
+                return self._release(failure.error)
+            return SliceResult(Outcome.RETRY, job, failure.error)
+        if failed is None:
+            return self._lost() if owned else SliceResult(Outcome.RETRY, job)
+        return SliceResult(Outcome.FAILED, failed)
+
+    def _release(self, error: BaseException) -> SliceResult:
+        """Hand the row back for a retry that counts nothing."""
+        try:
+            job = self._persist(partial(store.release_lease, self.lease, self.kind.retry.first_delay))
+        except Exception as second:
+            log("release_failed", self.job, level=logging.ERROR, exc_info=second)
+            return SliceResult(Outcome.RETRY, None, error)
+        return SliceResult(Outcome.RETRY, job, error) if job else self._lost()
+
+    def _lost(self) -> SliceResult:
+        self.hold.observe(lost=True)
+        log("lease_lost", self.job, level=logging.WARNING, owner=self.lease.owner, epoch=self.lease.epoch)
+        signals.send(signals.job_lease_lost, self.job)
+        return SliceResult(Outcome.LEASE_LOST)
+
+    @property
+    def _interrupted(self) -> bool:
+        return self.hold.paused or (self.draining is not None and self.draining.is_set())
+
+    def _persist(self, write: Callable[[], Answer]) -> Answer:
+        """Write the outcome, again and again through an outage: finished work is not failed work.
+
+        It ends when the database answers: the row is written, or it is somebody else's.
+        """
+        wait, told = FIRST_WAIT_SECONDS, False
+        while True:
+            try:
+                return write()
+            except (DatabaseError, InterfaceError) as error:
+                if not self.patient or not (database.is_outage(error) or database.is_conflict(error)):
+                    raise
+                if not told:
+                    log(
+                        "outcome_waits",
+                        self.job,
+                        level=logging.WARNING,
+                        problem=f"{type(error).__name__}: {error}"[:200],
+                    )
+                    told = True
+            database.drop_broken(self.ctx.alias)
+            time.sleep(wait)
+            wait = min(wait * 2, LONGEST_WAIT_SECONDS)
+
+
+def _count(field: str, value: object, *, negative: bool = False) -> int:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or (value < 0 and not negative)
+        or value >= 2**63
+    ):
+        raise InvalidInput(field, value, "is not a count", "Give a whole number.")
+    return value
+
+
+def _refuse_event_loop(what: str) -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise SynchronousOnlyOperation(
+        f"{what} cannot be used in a coroutine: write `await ctx.run_fenced(function, *args)`."
+    )

@@ -1,0 +1,704 @@
+"""What a project calls: start work, look at it, cancel it, run it again.
+
+`start`, `cancel` and `redrive` join the caller's transaction: the job and the caller's rows commit or vanish
+together. A refusal is a `durable_jobs.exceptions.Refusal` with a `code`; it left everything as it was, and the
+caller's transaction usable. Everything reads the database that jobs are written to.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import Enum
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple
+from uuid import UUID
+
+from django.db import OperationalError, router, transaction
+from django.db.models import Model
+
+from durable_jobs import database, jsontext, kinds, lifecycle, signals, store, transports
+from durable_jobs.conf import config
+from durable_jobs.exceptions import (
+    Busy,
+    DurableJobsError,
+    ForceRequired,
+    HookFailed,
+    IdempotencyConflict,
+    InvalidInput,
+    LockKeyHeld,
+    NotCancellable,
+    NotFound,
+    NotRedrivable,
+    NotSettleable,
+    Refusal,
+    RestartNotAllowed,
+    UnknownKind,
+)
+from durable_jobs.kinds import QUEUE_NAME, RESERVED_QUEUE, Kind
+from durable_jobs.logs import log
+from durable_jobs.models import TERMINAL, Job, Scope, Status, Verdict, uuid7
+from durable_jobs.store import NewJob
+
+__all__ = [
+    "ALL_SCOPES",
+    "AllScopes",
+    "Scope",
+    "Started",
+    "cancel",
+    "get",
+    "pause",
+    "redrive",
+    "running_under",
+    "settle_without_hooks",
+    "start",
+    "start_many",
+    "unpause",
+]
+
+
+class AllScopes(Enum):
+    """Must be said: nothing here looks across scopes by default."""
+
+    ALL_SCOPES = "all scopes"
+
+
+ALL_SCOPES: Final = AllScopes.ALL_SCOPES
+
+KEY_LENGTH: Final = 200
+SCOPE_LENGTH: Final = 64
+QUEUE_LENGTH: Final = 100
+REASON_LENGTH: Final = 2000
+EARLIEST_RUN: Final = datetime(2000, 1, 1, tzinfo=UTC)
+LONGEST_SCHEDULE: Final = timedelta(days=3660)
+LONGEST_REDRIVE_DELAY: Final = 366 * 86_400.0
+CANCEL_WAIT_SECONDS: Final = 3.0
+ATTEMPTS_AT_A_FREED_KEY: Final = 3
+MANY: Final = 500
+"""Rows in one statement of `start_many`."""
+
+
+class Started(NamedTuple):
+    """The job, and whether this call made it (False: an earlier one with the same key)."""
+
+    job: Job
+    created: bool
+
+
+@dataclass(frozen=True)
+class _Ready:
+    new: NewJob
+    kind: Kind
+    if_locked: str
+
+
+def start(
+    kind: str | type[Kind],
+    input: Any = None,
+    *,
+    scope: Scope | None = None,
+    subject: Model | None = None,
+    idempotency_key: str | None = None,
+    lock_key: str | None = None,
+    if_locked: Literal["raise", "return"] = "raise",
+    created_by: Any = None,
+    priority: int = 0,
+    queue: str | None = None,
+    run_after: datetime | timedelta | None = None,
+    meta: Mapping[str, Any] | None = None,
+) -> Started:
+    """Start a job of a registered kind.
+
+    `input` is JSON (at most MAX_INPUT_BYTES). `subject` is the project's own saved row. `idempotency_key`: the
+    same key in the scope gives the same job, in whatever status it is, and refuses another input. `lock_key`:
+    at most one live job of the scope has it; `if_locked="return"` gives the holder instead of refusing.
+    `priority` −100 to 100, higher first. `run_after` an aware datetime or a timedelta. `meta` labels.
+
+    Joins the caller's transaction. It may wait there for another open transaction that starts the same key.
+    Raises `UnknownKind`, `InvalidInput`, `IdempotencyConflict`, `LockKeyHeld`.
+    """
+    ready = _prepare(
+        kind,
+        input,
+        scope=scope,
+        subject=subject,
+        idempotency_key=idempotency_key,
+        lock_key=lock_key,
+        if_locked=if_locked,
+        created_by=created_by,
+        priority=priority,
+        queue=queue,
+        run_after=run_after,
+        meta=meta,
+    )
+    return _start(ready)
+
+
+def start_many(rows: Iterable[Mapping[str, Any]]) -> list[Started | DurableJobsError]:
+    """Start many jobs: one answer per row, in their order; what is refused is the refusal itself.
+
+    A row is a mapping with `kind`, perhaps `input`, and the options of `start`. It never fails as a whole for
+    what a row holds. Rows are inserted sorted by key, 500 in a statement.
+    """
+    answers: dict[int, Started | DurableJobsError] = {}
+    ready: list[tuple[int, _Ready]] = []
+    for number, row in enumerate(rows):
+        try:
+            ready.append((number, _prepare_row(row)))
+        except DurableJobsError as refusal:
+            answers[number] = refusal
+    ready.sort(key=lambda one: _lock_order(one[1].new))
+    for begin in range(0, len(ready), MANY):
+        part = ready[begin : begin + MANY]
+        inserted = store.insert_many([one.new for _, one in part])
+        _announce([(one.kind, inserted[one.new.id]) for _, one in part if one.new.id in inserted])
+        for number, one in part:
+            job = inserted.get(one.new.id)
+            answers[number] = Started(job, True) if job else _answer(one)
+    return [answers[number] for number in sorted(answers)]
+
+
+def get(job_id: UUID | str, *, scope: Scope | AllScopes | None = None) -> Job | None:
+    """The job as it now is, or None when the scope has no such job."""
+    job_uuid = _job_id(job_id)
+    job = store.get(job_uuid) if job_uuid else None
+    wanted = _scope(scope)
+    if job is None or (wanted is not None and job.scope != wanted):
+        return None
+    return job
+
+
+def cancel(
+    job_id: UUID | str,
+    *,
+    actor: Any = "",
+    reason: str = "",
+    scope: Scope | AllScopes | None = None,
+) -> Job:
+    """Ask for a job's end, and give the job as it then is.
+
+    Work that does not run ends `cancelled` at once, with its hooks; if a hook fails, the request stays and the
+    reconciler settles it. Running work sees the request at its next boundary: until then its status is
+    `running`. Never waits for a row that a slice has locked. `actor` is a user or a text.
+    Raises `NotFound`, `NotCancellable` (finished already), `Busy` (SQLite: the file was locked for 3 s).
+    """
+    who = _actor(actor)
+    job_uuid, wanted = _required_id(job_id), _scope(scope)
+    using = database.alias()
+    try:
+        with database.joined(using, timeout=CANCEL_WAIT_SECONDS):
+            how = store.request_cancel(
+                job_uuid, scope=wanted, actor=who.text, user=who.user_id, reason=jsontext.clean(reason)
+            )
+            job = get(job_uuid, scope=scope)
+            if job is None:
+                raise NotFound(job_id)
+            # A mailed request may have met a row that ended meanwhile: then it asks for nothing any more.
+            if how is None or job.status in TERMINAL:
+                raise NotCancellable(job.id, job.status)
+            store.add_event(
+                job, "cancel_requested", actor=who.text, actor_id=who.id, reason=jsontext.clean(reason)
+            )
+    except OperationalError as error:
+        if database.is_locked(error):
+            raise Busy(job_uuid) from error
+        raise
+    log("cancel_requested", job, actor=who.text, how=how)
+    if job.status == Status.RUNNING and job.lease_owner is not None:
+        transports.current().hint_cancel(job)
+        return job
+    kind = kinds.find(job.kind)
+    if kind is None:
+        # Its hooks are unknown here: a process that knows the kind ends it.
+        return job
+    try:
+        ended = lifecycle.cancel_waiting(kind, job.id, actor=who.text)
+    except HookFailed:
+        return store.get(job.id) or job
+    if ended is None:
+        return store.get(job.id) or job
+    transports.current().withdraw(ended)
+    return ended
+
+
+def redrive(
+    job_id: UUID | str,
+    *,
+    actor: Any = "",
+    reason: str = "",
+    force: bool = False,
+    restart: bool = False,
+    delay: float = 0.0,
+    scope: Scope | AllScopes | None = None,
+) -> Job:
+    """Run a job again from its checkpoint: one that failed, waits for its retry, or lost its worker.
+
+    `force` (exactly True) also for what failed as unrecoverable; `restart` from the start, where the kind
+    allows it; `delay` in seconds. Limits are reset, the kind's `on_redrive` runs in the same transaction.
+    Raises `NotFound`, `UnknownKind`, `RestartNotAllowed`, `ForceRequired`, `LockKeyHeld`, `NotRedrivable`,
+    `Busy`, and `HookFailed` when the hook refused (nothing was changed).
+    """
+    for name, value in (("force", force), ("restart", restart)):
+        if not isinstance(value, bool):
+            raise InvalidInput(name, value, "is neither True nor False", "Pass the boolean itself.")
+    wait = _seconds("delay", delay, LONGEST_REDRIVE_DELAY)
+    who = _actor(actor)
+    job_uuid = _required_id(job_id)
+    before = get(job_uuid, scope=scope)
+    if before is None:
+        raise NotFound(job_id)
+    kind = kinds.find(before.kind)
+    if kind is None:
+        raise UnknownKind(before.kind, kinds.names())
+    if restart and not kind.allow_restart:
+        raise RestartNotAllowed(before.id, before.kind)
+    if before.status in (Status.COMPLETED, Status.CANCELLED):
+        raise NotRedrivable(before.id, before.status)
+    if before.verdict == Verdict.UNRECOVERABLE and not force:
+        raise ForceRequired(before.id)
+    _require_free_lock(before)
+
+    def transition() -> Job | None:
+        answer = store.redrive(
+            before.id,
+            scope=before.scope,
+            grace=config.GRACE,
+            delay=wait,
+            forced=force,
+            restart=restart,
+        )
+        if isinstance(answer, store.Answer):
+            _require_free_lock(before)
+            raise LockKeyHeld(before.lock_key or "", None)
+        return answer
+
+    def record(job: Job) -> None:
+        store.add_event(
+            job,
+            "redriven",
+            actor=who.text,
+            actor_id=who.id,
+            reason=jsontext.clean(reason),
+            data={
+                "forced": force,
+                "restart": restart,
+                "delay": wait,
+                "error_type": before.error_type,
+                "checkpoint": before.checkpoint_text if restart else None,
+            },
+        )
+        transports.current().publish(job)
+
+    try:
+        job = lifecycle.redrive(kind, before.id, before.lease_epoch, transition, record)
+    except OperationalError as error:
+        if database.is_locked(error):
+            raise Busy(before.id) from error
+        raise
+    if job is None:
+        now = store.get(before.id)
+        if now is not None and now.status == Status.FAILED:
+            raise Busy(before.id)
+        raise NotRedrivable(before.id, now.status if now else "gone")
+    return job
+
+
+def settle_without_hooks(
+    job_id: UUID | str, *, actor: Any, reason: str, scope: Scope | AllScopes | None = None
+) -> Job:
+    """End a job whose hooks can never succeed, without them: `cancelled` if that was requested, else `failed`.
+
+    The project's own row stays as it is, and the job is not marked as mirrored. Both `actor` and `reason` are
+    kept in the job's history. Raises `NotFound`, `InvalidInput` (no reason), `NotSettleable`.
+    """
+    why = _text("reason", reason, REASON_LENGTH, "Say why the project's row is left as it is.")
+    who = _actor(actor)
+    job_uuid, wanted = _required_id(job_id), _scope(scope)
+    with database.joined(database.alias()):
+        job = store.settle(job_uuid, scope=wanted, grace=config.GRACE)
+        if job is None:
+            now = get(job_uuid, scope=scope)
+            if now is None:
+                raise NotFound(job_id)
+            raise NotSettleable(now.id, now.status, now.mirror_attempts)
+        store.add_event(job, "settled_without_hooks", actor=who.text, actor_id=who.id, reason=why)
+    log("settled_without_hooks", job, level=logging.WARNING, actor=who.text)
+    return job
+
+
+def pause(*, queue: str = "", kind: str = "", tenant: str = "", reason: str, actor: Any = "") -> None:
+    """Stop new claims of a queue, a kind, a tenant, or (all blank) of everything, until `unpause`.
+
+    Running slices are asked to yield at their next boundary, which counts no failure. Starting stays allowed.
+    Raises `InvalidInput` for a blank reason or a name too long. A kind need not be known here.
+    """
+    why = _text("reason", reason, REASON_LENGTH, "Say why, for whoever finds the work standing.")
+    who = _actor(actor)
+    store.pause(**_pause_of(queue, kind, tenant), reason=why, actor=who.text)
+    log("paused", level=logging.WARNING, queue=queue, kind_=kind, tenant=tenant, actor=who.text)
+
+
+def unpause(*, queue: str = "", kind: str = "", tenant: str = "", actor: Any = "") -> bool:
+    """Take away the pause of exactly this queue, kind and tenant, and wake the workers; False: there was none."""
+    who = _actor(actor)
+    ended = store.unpause(**_pause_of(queue, kind, tenant))
+    if ended:
+        transports.current().wake()
+        log("unpaused", level=logging.WARNING, queue=queue, kind_=kind, tenant=tenant, actor=who.text)
+    return ended
+
+
+def running_under(*, queue: str = "", kind: str = "", tenant: str = "") -> int:
+    """How many matching jobs still run under a live lease: 0 when a pause has taken full effect."""
+    return store.leased(**_pause_of(queue, kind, tenant))
+
+
+# --- starting -------------------------------------------------------------------------------------------
+
+
+def _start(ready: _Ready) -> Started:
+    for _ in range(ATTEMPTS_AT_A_FREED_KEY):
+        job = store.insert(ready.new)
+        if job is not None:
+            _announce([(ready.kind, job)])
+            return Started(job, True)
+        explained = _explain(ready)
+        if explained is not None:
+            return explained
+    if ready.new.lock_key is not None:
+        raise LockKeyHeld(ready.new.lock_key, None)
+    raise DurableJobsError(
+        f"Job {ready.new.id} was not inserted, and no key explains it: its id exists already."
+    )
+
+
+def _answer(ready: _Ready) -> Started | DurableJobsError:
+    try:
+        return _explain(ready) or _start(ready)
+    except Refusal as refusal:
+        return refusal
+
+
+def _explain(ready: _Ready) -> Started | None:
+    """Whose key was in the way: idempotency before lock. None when it has been freed meanwhile."""
+    new = ready.new
+    scope = Scope(new.tenant, new.organization)
+    if new.idempotency_key is not None:
+        earlier = store.by_idempotency_key(new.kind, new.idempotency_key, scope)
+        if earlier is not None:
+            same = earlier.input_sha256 == new.input_sha256
+            # An old row may have kept the hash alone.
+            if not same or earlier.input_text not in (None, new.input):
+                raise IdempotencyConflict(new.idempotency_key, earlier.id)
+            return Started(earlier, False)
+    if new.lock_key is not None:
+        holder = store.by_lock_key(new.lock_key, scope)
+        if holder is not None:
+            if ready.if_locked == "return":
+                return Started(holder, False)
+            raise LockKeyHeld(new.lock_key, holder.id)
+    return None
+
+
+def _announce(started: list[tuple[Kind, Job]]) -> None:
+    using = database.alias()
+    transport, told = transports.current(), set()
+    for _, job in started:
+        route = (job.queue_name, job.kind, job.priority)
+        if not transport.transactional or route not in told:
+            told.add(route)
+            transport.publish(job)
+        transaction.on_commit(partial(signals.send, signals.job_created, job), using=using, robust=True)
+        log("job_created", job, queue=job.queue_name)
+
+
+def _lock_order(new: NewJob) -> tuple[str, ...]:
+    return (
+        new.tenant,
+        new.organization or "",
+        new.kind if new.idempotency_key else "",
+        new.idempotency_key or "",
+        new.lock_key or "",
+        str(new.id),
+    )
+
+
+def _require_free_lock(job: Job) -> None:
+    if job.lock_key is None:
+        return
+    holder = store.by_lock_key(job.lock_key, job.scope)
+    if holder is not None and holder.id != job.id:
+        raise LockKeyHeld(job.lock_key, holder.id)
+
+
+# --- what is refused at the door ------------------------------------------------------------------------
+
+_OPTIONS = frozenset(
+    ("scope", "subject", "idempotency_key", "lock_key", "if_locked", "created_by", "priority", "queue",
+     "run_after", "meta")
+)  # fmt: skip
+
+
+def _prepare_row(row: Mapping[str, Any]) -> _Ready:
+    if not isinstance(row, Mapping):
+        raise InvalidInput(
+            "row", row, "is not a mapping", 'Give a dict such as {"kind": "imports.csv", "input": {}}.'
+        )
+    options = dict(row)
+    kind, input = options.pop("kind", None), options.pop("input", None)
+    unknown = [name for name in options if name not in _OPTIONS]
+    if unknown:
+        raise InvalidInput(
+            "row",
+            unknown[0],
+            "has an option that start does not know",
+            f"Options: {', '.join(sorted(_OPTIONS))}.",
+        )
+    return _prepare(kind, input, **options)
+
+
+def _prepare(
+    kind: Any,
+    input: Any,
+    *,
+    scope: Any = None,
+    subject: Any = None,
+    idempotency_key: Any = None,
+    lock_key: Any = None,
+    if_locked: Any = "raise",
+    created_by: Any = None,
+    priority: Any = 0,
+    queue: Any = None,
+    run_after: Any = None,
+    meta: Any = None,
+) -> _Ready:
+    known = kinds.get(kind)
+    owner = _scope(scope)
+    if owner is None:
+        raise InvalidInput("scope", scope, "is not the scope of one job", "Pass Scope(tenant, organization).")
+    text = jsontext.encode(input, field="input", limit=config.MAX_INPUT_BYTES)
+    subject_type, subject_id = _subject(known, subject)
+    run_at, delay = _moment(run_after)
+    if if_locked not in ("raise", "return"):
+        raise InvalidInput("if_locked", if_locked, "is unknown", 'Use "raise" or "return".')
+    new = NewJob(
+        id=uuid7(),
+        kind=known.name,
+        status=Status.PENDING.value,
+        tenant=owner.tenant,
+        organization=owner.organization,
+        queue=_queue(known, queue),
+        input=text,
+        input_sha256=jsontext.sha256(text),
+        created_by=_user_id("created_by", created_by),
+        meta=_meta(meta),
+        idempotency_key=_key("idempotency_key", idempotency_key),
+        lock_key=_key("lock_key", lock_key),
+        subject_type=subject_type,
+        subject_id=subject_id,
+        priority=_priority(priority),
+        run_at=run_at,
+        delay=delay,
+    )
+    return _Ready(new, known, if_locked)
+
+
+def _pause_of(queue: str, kind: str, tenant: str) -> dict[str, str]:
+    def part(field: str, value: str, most: int) -> str:
+        return (
+            _text(field, value, most, f"Use at most {most} characters, or leave it blank for all.")
+            if value
+            else ""
+        )
+
+    return {
+        "queue": part("queue", queue, QUEUE_LENGTH),
+        "kind": part("kind", kind, KEY_LENGTH),
+        "tenant": part("tenant", tenant, SCOPE_LENGTH),
+    }
+
+
+def _text(field: str, value: object, limit: int, way_out: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidInput(field, value, "is not a text", way_out)
+    if not value.strip():
+        raise InvalidInput(field, value, "is blank", way_out)
+    if len(value) > limit:
+        raise InvalidInput(field, value, f"has {len(value)} characters", f"Use at most {limit}.")
+    if jsontext.clean(value) != value:
+        raise InvalidInput(field, value, "holds NUL or a lone surrogate", "Use plain text.")
+    # A str subclass (SafeString) may be adapted differently by a driver.
+    return str.__str__(value)
+
+
+def _key(field: str, value: object) -> str | None:
+    if value is None:
+        return None
+    return _text(field, value, KEY_LENGTH, f"Pass a text of 1 to {KEY_LENGTH} characters, or None.")
+
+
+def _scope(scope: object) -> Scope | None:
+    """The scope that was said; None for all of them."""
+    if scope is ALL_SCOPES:
+        return None
+    if scope is None:
+        return Scope(config.DEFAULT_TENANT)
+    if not isinstance(scope, Scope):
+        raise InvalidInput(
+            "scope", scope, "is not a Scope", "Pass Scope(tenant, organization), or ALL_SCOPES."
+        )
+    way_out = f"Use a text of 1 to {SCOPE_LENGTH} characters."
+    tenant = _text("scope.tenant", scope.tenant, SCOPE_LENGTH, way_out)
+    organization = scope.organization
+    if organization is not None:
+        organization = _text("scope.organization", organization, SCOPE_LENGTH, way_out)
+    return Scope(tenant, organization)
+
+
+def _subject(kind: Kind, subject: object) -> tuple[str | None, str | None]:
+    label: str | None = None
+    identity: str | None = None
+    if subject is not None:
+        if not isinstance(subject, Model):
+            raise InvalidInput(
+                "subject", subject, "is not a model instance", "Pass the row itself, not its id."
+            )
+        label = subject._meta.label_lower
+        if subject.pk is None or subject._state.adding:
+            raise InvalidInput(
+                "subject", label, "is not saved", "Save the row first, in the same transaction."
+            )
+        using, home = database.alias(), router.db_for_write(type(subject), instance=subject)
+        if home != using:
+            raise InvalidInput(
+                "subject",
+                label,
+                f"lives in the database {home!r}, jobs in {using!r}: they could not change in one transaction",
+                "Start the job without a subject, or keep both in one database.",
+            )
+        identity = _text("subject.pk", str(subject.pk), KEY_LENGTH, "Use a shorter primary key.")
+    if kind.mirror is not None:
+        kind.mirror.check_subject(label)
+    return label, identity
+
+
+def _moment(run_after: object) -> tuple[datetime | None, float]:
+    if run_after is None:
+        return None, 0.0
+    if isinstance(run_after, timedelta):
+        if not timedelta(0) <= run_after <= LONGEST_SCHEDULE:
+            raise InvalidInput(
+                "run_after", run_after, "is out of range", f"Use 0 to {LONGEST_SCHEDULE.days} days."
+            )
+        return None, run_after.total_seconds()
+    if not isinstance(run_after, datetime):
+        raise InvalidInput(
+            "run_after",
+            run_after,
+            "is neither a datetime nor a timedelta",
+            "Pass an aware datetime or a timedelta.",
+        )
+    if run_after.tzinfo is None or run_after.utcoffset() is None:
+        raise InvalidInput(
+            "run_after",
+            run_after,
+            "is a naive datetime: it names no instant",
+            "Pass an aware one, such as timezone.now() + timedelta(hours=1).",
+        )
+    latest = datetime.now(UTC) + LONGEST_SCHEDULE
+    if not EARLIEST_RUN <= run_after <= latest:
+        raise InvalidInput(
+            "run_after",
+            run_after,
+            "is out of range",
+            f"Use a time from {EARLIEST_RUN:%Y-%m-%d} to {latest:%Y-%m-%d}.",
+        )
+    return run_after.astimezone(UTC), 0.0
+
+
+def _priority(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -100 <= value <= 100:
+        raise InvalidInput("priority", value, "is out of range", "Use a whole number from -100 to 100.")
+    return int(value)
+
+
+def _queue(kind: Kind, value: object) -> str:
+    if value is None:
+        return kind.queue
+    if not isinstance(value, str) or not QUEUE_NAME.fullmatch(value):
+        raise InvalidInput(
+            "queue",
+            value,
+            "is not a queue's name",
+            "Use 1 to 100 letters, digits, dots, dashes and underscores.",
+        )
+    if value == RESERVED_QUEUE:
+        raise InvalidInput("queue", value, "is reserved for jobs that no worker runs", "Choose another name.")
+    return value
+
+
+def _meta(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise InvalidInput(
+            "meta", value, "is not a mapping of labels", 'Pass a dict such as {"source": "cron"}.'
+        )
+    return jsontext.encode(dict(value), field="meta", limit=config.MAX_META_BYTES)
+
+
+def _seconds(field: str, value: object, most: float) -> float:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or not 0 <= value <= most
+    ):
+        raise InvalidInput(field, value, "is out of range", f"Use seconds from 0 to {most:,.0f}.")
+    return float(value)
+
+
+def _user_id(field: str, user: Any) -> Any:
+    """The key of a user; an anonymous one counts as none."""
+    if user is None or getattr(user, "is_anonymous", False):
+        return None
+    if not isinstance(user, Model) or not hasattr(user, "is_authenticated") or user.pk is None:
+        raise InvalidInput(field, user, "is not a saved user", "Pass the user itself, or None.")
+    return user.pk
+
+
+class _Actor(NamedTuple):
+    text: str
+    user_id: Any
+    id: str | None
+
+
+def _actor(actor: Any) -> _Actor:
+    """Who acts, as text fixed now: "user:42 anna" for a user."""
+    if isinstance(actor, str):
+        return _Actor(jsontext.clean(actor)[:KEY_LENGTH], None, None)
+    user_id = _user_id("actor", actor)
+    if user_id is None:
+        return _Actor("", None, None)
+    return _Actor(
+        jsontext.clean(f"user:{user_id} {actor.get_username()}")[:KEY_LENGTH], user_id, str(user_id)
+    )
+
+
+def _job_id(job_id: object) -> UUID | None:
+    if isinstance(job_id, UUID):
+        return job_id
+    try:
+        return UUID(str(job_id))
+    except ValueError:
+        return None
+
+
+def _required_id(job_id: object) -> UUID:
+    found = _job_id(job_id)
+    if found is None:
+        raise NotFound(job_id)
+    return found

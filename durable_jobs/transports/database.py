@@ -1,0 +1,449 @@
+"""The default transport: the row is the message. It can be late, never lost.
+
+On PostgreSQL a NOTIFY inside the transaction wakes the workers when it commits; on SQLite they watch the
+file. Both are hints. Looking at the rows is the truth, so every failure here only slows pick-up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+from django.db import connections, transaction
+
+from durable_jobs import connection as connection_module
+from durable_jobs import database, kinds, store
+from durable_jobs.conf import config
+from durable_jobs.logs import tell
+from durable_jobs.models import MANUAL_QUEUE, Job
+from durable_jobs.outage import Outage
+from durable_jobs.store import Claimed, Probe
+from durable_jobs.transports.base import BaseTransport, State
+
+logger = logging.getLogger("durable_jobs.transport")
+
+CHANNEL = "durable_jobs"
+ANNOUNCED_AHEAD = 2.0
+"""Seconds; what is due later than that is found by the workers' own looking, without a NOTIFY."""
+FLOOR_MARGIN = timedelta(seconds=1)
+SWEEP_SECONDS = 1.0
+SWEEP_SHARE = 20
+"""A sweep waits for this many times its own last duration."""
+LISTEN_SECONDS = 0.5
+
+
+class Pair(NamedTuple):
+    """Where work waits: the unit of polling and of NOTIFY."""
+
+    queue: str
+    kind: str
+    priority: int
+
+
+class DatabaseTransport(BaseTransport):
+    """Publishes by NOTIFY: one per pair and `NOTIFY_DEBOUNCE` seconds; the last is late, never dropped."""
+
+    name = "database"
+    transactional = True
+    loses_messages = False
+
+    def __init__(self) -> None:
+        self._trailer = _Trailer()
+
+    def publish(self, job: Job) -> None:
+        """Wake the workers when the open transaction commits (at once without one). Never raises."""
+        try:
+            connection = database.connection()
+            if connection.vendor != "postgresql" or connection.needs_rollback or _is_far_ahead(job):
+                return
+            pair = Pair(job.queue_name, job.kind, job.priority)
+            if self._trailer.is_first(pair, config.NOTIFY_DEBOUNCE):
+                _notify(connection, list(pair))
+            else:
+                # After the commit, so that a transaction rolled back wakes nobody.
+                transaction.on_commit(
+                    lambda: self._trailer.send_later(pair), using=connection.alias, robust=True
+                )
+        except Exception as error:
+            tell(logger, logging.WARNING, "publish_failed", str(error), job_id=job.id)
+
+    def hint_cancel(self, job: Job) -> None:
+        """Wake the keeper of the process that runs the job, when the open transaction commits."""
+        self._tell({"cancel": job.lease_owner})
+
+    def wake(self) -> None:
+        """Wake all workers when the open transaction commits."""
+        self._tell(None)
+
+    def _tell(self, message: Any) -> None:
+        try:
+            connection = database.connection()
+            if connection.vendor == "postgresql" and not connection.needs_rollback:
+                _notify(connection, message)
+        except Exception as error:
+            tell(logger, logging.WARNING, "publish_failed", str(error))
+
+    def get_state(self, job: Job) -> State:
+        """Read from the row: it is the message."""
+        now = store.get(job.id)
+        if now is None or (now.continuation_seq, now.redrives) != (job.continuation_seq, job.redrives):
+            return State.UNKNOWN
+        if now.next_run_at is not None:
+            return State.DELAYED if now.next_run_at > datetime.now(now.next_run_at.tzinfo) else State.WAITING
+        return {"running": State.ACTIVE, "completed": State.COMPLETED, "failed": State.FAILED}.get(
+            now.status, State.UNKNOWN
+        )
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Send what is still to be sent."""
+        self._trailer.join(timeout)
+
+
+def _is_far_ahead(job: Job) -> bool:
+    if job.next_run_at is None or job.updated_at is None:
+        return False
+    return (job.next_run_at - job.updated_at).total_seconds() > ANNOUNCED_AHEAD
+
+
+def _notify(connection: Any, message: Any) -> None:
+    """`[queue, kind, priority]`: due; `{"cancel": owner}`: look at your leases; `null`: look at everything."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_notify(%s, %s)", [CHANNEL, json.dumps(message, ensure_ascii=False)])
+
+
+class _Trailer:
+    """Remembers what the debounce has held back, and sends it when the window has passed.
+
+    Its thread lives, with a connection of its own, only while something is to be sent.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._sent: dict[Pair, float] = {}
+        self._waiting: set[Pair] = set()
+        self._thread: threading.Thread | None = None
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def is_first(self, pair: Pair, window: float) -> bool:
+        """Whether this one is to be sent now; it begins a window."""
+        if window <= 0:
+            return True
+        now = time.monotonic()
+        with self._guard:
+            if now - self._sent.get(pair, -window) < window or pair in self._waiting:
+                return False
+            if len(self._sent) > 1000:
+                self._sent.clear()
+            self._sent[pair] = now
+            return True
+
+    def send_later(self, pair: Pair) -> None:
+        """Send it at the end of its window."""
+        with self._guard:
+            self._waiting.add(pair)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="durable-jobs-notify", daemon=True)
+                self._thread.start()
+
+    def join(self, timeout: float) -> None:
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
+
+    def _run(self) -> None:
+        using = database.alias()
+        try:
+            while True:
+                time.sleep(config.NOTIFY_DEBOUNCE)
+                with self._guard:
+                    pairs, self._waiting = self._waiting, set()
+                    if not pairs:
+                        self._thread = None
+                        return
+                    now = time.monotonic()
+                    self._sent.update(dict.fromkeys(pairs, now))
+                self._send(using, pairs)
+        finally:
+            connections.close_all()
+
+    def _send(self, using: str, pairs: Iterable[Pair]) -> None:
+        try:
+            connection_module.own("notify")
+            for pair in pairs:
+                _notify(connections[using], list(pair))
+        except Exception as error:
+            tell(logger, logging.WARNING, "publish_failed", str(error))
+            connection_module.close()
+
+    def _forget(self) -> None:
+        self._guard = threading.Lock()
+        self._sent, self._waiting, self._thread = {}, set(), None
+
+
+class Listener:
+    """LISTENs on a connection of its own (`LISTEN_DSN`, else as the jobs' database) and tells what it hears.
+
+    `due` gets the pair that has work, or None when anything may be due or a notification may have been missed
+    (after each connect); `cancel` gets the owner whose lease was asked to stop. It reconnects with growing
+    pauses; without it the worker merely polls.
+    """
+
+    def __init__(self, due: Callable[[Pair | None], None], cancel: Callable[[str], None]) -> None:
+        self._due, self._cancel = due, cancel
+        self._stopping = threading.Event()
+        self._outage = Outage("listener", longest=5.0)
+        self._thread: threading.Thread | None = None
+        self.connected = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread, where there is something to listen to."""
+        if database.connection().vendor != "postgresql" or not config.LISTEN:
+            return
+        self._thread = threading.Thread(target=self._run, name="durable-jobs-listener", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float = 2.0) -> None:
+        """End the thread and close its connection."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._listen()
+            except Exception as error:
+                self.connected.clear()
+                self._stopping.wait(self._outage.seen(error))
+        connections.close_all()
+
+    def _listen(self) -> None:
+        with self._connect() as connection:
+            connection.execute(f"LISTEN {CHANNEL}")
+            self._outage.over()
+            self.connected.set()
+            self._due(None)
+            while not self._stopping.is_set():
+                for notification in connection.notifies(timeout=LISTEN_SECONDS):
+                    self._hear(notification.payload)
+
+    def _hear(self, payload: str) -> None:
+        try:
+            message = json.loads(payload)
+            if isinstance(message, dict):
+                self._cancel(str(message["cancel"]))
+                return
+            queue, kind, priority = message
+            self._due(Pair(str(queue), str(kind), int(priority)))
+        except (ValueError, TypeError, KeyError):
+            # From another release, or `null`: looking at everything is always right.
+            self._due(None)
+
+    def _connect(self) -> Any:
+        import psycopg
+
+        if config.LISTEN_DSN is not None:
+            given = {**connection_module.KEEPALIVES, "connect_timeout": connection_module.CONNECT_TIMEOUT}
+            return psycopg.connect(config.LISTEN_DSN, autocommit=True, **given)
+        parameters = connection_module.own("listener").get_connection_params()
+        return psycopg.connect(**{**parameters, "autocommit": True})
+
+
+class Claimer:
+    """Finds and claims due jobs of known kinds for one owner; used by one thread, woken by any.
+
+    It keeps a list of the (queue, kind, priority) that have rows (PostgreSQL: with a floor each, so that a
+    poll does not walk dead index entries under an old snapshot) and asks those alone. A sweep, every second
+    or so, makes the list anew. On SQLite every look reads the list, and nothing is written unless something
+    is due.
+    """
+
+    def __init__(
+        self, owner: str, *, queues: Iterable[str] | None = None, kinds: Iterable[str] | None = None
+    ) -> None:
+        self.owner = owner
+        self.queues = None if queues is None else frozenset(queues)
+        self._kind_names = None if kinds is None else frozenset(kinds)
+        self._due_at: dict[Pair, float | None] = {}
+        """Monotonic time of the earliest known row; None: not known, ask."""
+        self._floors: dict[Pair, datetime] = {}
+        self._guard = threading.Lock()
+        self._woken = threading.Event()
+        self._sweep_at = 0.0
+        self._changed = True
+        self._version: tuple[Any, int] | None = None
+
+    # --- from any thread
+
+    def wake(self) -> None:
+        """End `wait` now."""
+        self._woken.set()
+
+    def heard(self, pair: Pair | None) -> None:
+        """A hint that a job of this pair is due; None: of any."""
+        with self._guard:
+            if pair is not None and not self._is_ours(pair):
+                return
+            if pair is None:
+                self._sweep_at = 0.0
+            else:
+                self._due_at[pair] = None
+            self._changed = True
+        self._woken.set()
+
+    def expect(self, job: Job) -> None:
+        """This process has just written a claimable row."""
+        if job.next_run_at is None or job.updated_at is None:
+            return
+        pair = Pair(job.queue_name, job.kind, job.priority)
+        due_at = time.monotonic() + (job.next_run_at - job.updated_at).total_seconds()
+        with self._guard:
+            if self._is_ours(pair):
+                known = self._due_at.get(pair, due_at)
+                self._due_at[pair] = None if known is None else min(known, due_at)
+
+    # --- from the claiming thread
+
+    def claim(self, limit: int, *, suspects: bool = True) -> list[Job]:
+        """Claim up to `limit` due jobs, highest priority first.
+
+        `suspects=False` leaves jobs alone that were orphaned since their last commit.
+        """
+        if limit < 1:
+            return []
+        if database.connection().vendor == "sqlite":
+            return self._claim_on_sqlite(limit, suspects)
+        self._sweep_if_due()
+        probes = self._probes()
+        claimed = store.claim_next(self.owner, limit, probes, suspects=suspects)
+        self._note(probes, claimed)
+        return [one.job for one in claimed]
+
+    def next_due(self) -> float:
+        """Seconds until the earliest row that is known to be due later; infinite when none is known."""
+        now = time.monotonic()
+        with self._guard:
+            later = [moment - now for moment in self._due_at.values() if moment is not None and moment > now]
+        return min(later, default=float("inf"))
+
+    def wait(self, timeout: float) -> None:
+        """Return when a job may be due, when woken, or after `timeout` seconds."""
+        timeout = min(timeout, self.next_due())
+        if database.connection().vendor == "sqlite":
+            self._watch_file(timeout)
+        else:
+            self._woken.wait(timeout)
+        self._woken.clear()
+
+    def rest(self, timeout: float) -> None:
+        """Return when woken or after `timeout` seconds, whatever is due."""
+        self._woken.wait(timeout)
+        self._woken.clear()
+
+    # --- the list
+
+    def known(self) -> dict[str, kinds.Kind]:
+        """The kinds to claim, by each name that rows may carry."""
+        known = {}
+        for kind in kinds.all_kinds():
+            if self._kind_names is None or self._kind_names.intersection((kind.name, *kind.aliases)):
+                known.update(dict.fromkeys((kind.name, *kind.aliases), kind))
+        return known
+
+    def _is_ours(self, pair: Pair) -> bool:
+        return self._is_chosen(pair.queue) and pair.kind in self.known()
+
+    def _sweep_if_due(self) -> None:
+        now = time.monotonic()
+        with self._guard:
+            if now < self._sweep_at:
+                return
+            pause = min(SWEEP_SECONDS, config.POLL)
+            self._sweep_at = now + pause
+        self._sweep()
+        took = time.monotonic() - now
+        with self._guard:
+            # Zero means that somebody has asked for another one meanwhile.
+            if self._sweep_at > 0:
+                self._sweep_at = now + max(pause, SWEEP_SHARE * took)
+
+    def _sweep(self) -> None:
+        known, now = self.known(), time.monotonic()
+        found: dict[Pair, float | None] = {}
+        for route in store.routes():
+            pair = Pair(route.queue, route.kind, route.priority)
+            if pair.kind in known and self._is_chosen(pair.queue):
+                found[pair] = now + route.due_in
+        with self._guard:
+            # Without floors until the next claim: a row that committed late may lie below its pair's.
+            self._due_at, self._floors = found, {}
+
+    def _is_chosen(self, queue: str) -> bool:
+        return queue != MANUAL_QUEUE and (self.queues is None or queue in self.queues)
+
+    def _probes(self) -> list[Probe]:
+        known, now = self.known(), time.monotonic()
+        with self._guard:
+            due = [pair for pair, moment in self._due_at.items() if moment is None or moment <= now]
+            return [
+                Probe(*pair, self._floors.get(pair), known[pair.kind].lease_seconds)
+                for pair in due
+                if pair.kind in known
+            ]
+
+    def _note(self, probes: list[Probe], claimed: list[Claimed]) -> None:
+        with self._guard:
+            for probe in probes:
+                self._due_at[Pair(*probe[:3])] = None
+            least: dict[Pair, datetime] = {}
+            for job, run_at in claimed:
+                if run_at is not None:
+                    pair = Pair(job.queue_name, job.kind, job.priority)
+                    least[pair] = min(run_at, least.get(pair, run_at))
+            self._floors.update((pair, run_at - FLOOR_MARGIN) for pair, run_at in least.items())
+
+    # --- SQLite
+
+    def _claim_on_sqlite(self, limit: int, suspects: bool) -> list[Job]:
+        version = self._read_version()
+        with self._guard:
+            if version == self._version and not self._changed and not self._probes_due():
+                return []
+            self._changed = False
+        self._sweep()
+        probes = self._probes()
+        if not probes or not store.is_due(probes, suspects=suspects):
+            # Due and yet not to be claimed (paused, or a second suspect): only a change makes it so.
+            self._note(probes, [])
+            self._version = version
+            return []
+        claimed = store.claim_next(self.owner, limit, probes, suspects=suspects)
+        self._version, self._changed = None, True
+        return [one.job for one in claimed]
+
+    def _probes_due(self) -> bool:
+        now = time.monotonic()
+        return any(moment is not None and moment <= now for moment in self._due_at.values())
+
+    def _watch_file(self, timeout: float) -> None:
+        """Other connections' commits change `data_version`; this one's own claims need no waking."""
+        deadline = time.monotonic() + timeout
+        while not self._woken.is_set() and (left := deadline - time.monotonic()) > 0:
+            if self._version is not None and self._read_version() != self._version:
+                return
+            self._woken.wait(min(config.SQLITE_POLL, left))
+
+    def _read_version(self) -> tuple[Any, int]:
+        connection = database.connection()
+        with connection.cursor() as cursor:
+            cursor.execute("PRAGMA data_version")
+            (version,) = cursor.fetchone()
+        # Counted anew by every connection, so that it says something only together with it.
+        return (connection.connection, version)

@@ -1,0 +1,496 @@
+"""A worker process: one thread claims, N threads run slices, others keep leases, listen and repair.
+
+It ends by draining: no more claims, running slices are asked to yield, what was claimed and not begun goes
+back. Whatever fails meanwhile, a step, the database or one of its own threads, does not end it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import math
+import os
+import queue
+import random
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from django.db import connections
+from django.db.utils import Error as DatabaseError
+
+from durable_jobs import connection as own_connection
+from durable_jobs import database, kinds, store
+from durable_jobs.conf import config
+from durable_jobs.keeper import Hold, Keeper
+from durable_jobs.logs import tell
+from durable_jobs.models import CancelRequest, Job, JobEvent, Pause, WorkerProcess
+from durable_jobs.outage import Outage
+from durable_jobs.runner import run_slice
+from durable_jobs.store import Lease
+from durable_jobs.transports.database import Claimer, Listener
+
+logger = logging.getLogger("durable_jobs.worker")
+
+EXIT_DONE: Final = 0
+EXIT_STILL_RUNNING: Final = 1
+EXIT_NOT_MIGRATED: Final = 3
+EXIT_NO_DATABASE: Final = 4
+EXIT_NO_THREAD: Final = 75
+"""EX_TEMPFAIL: every thread hangs in a step; whoever supervises the process should start a new one."""
+EXIT_SIGNAL: Final = 128
+"""Plus the signal's number: the second signal, which does not wait for anything."""
+
+DEFAULT_CONCURRENCY: Final = 4
+SAME_SIGNAL_SECONDS: Final = 0.5
+"""A signal that reaches the process twice (from its group and from its parent) counts once."""
+PRESENCE_SECONDS: Final = 10.0
+LOOK_SECONDS: Final = 0.5
+"""How often a full or draining worker looks at its threads."""
+REPORT_SECONDS: Final = 5.0
+IDLE_LOOK_SECONDS: Final = 0.2
+
+
+def new_owner() -> str:
+    """The name under which one start of this process holds leases; the random part makes it unique."""
+    return f"{socket.gethostname()[:100]}:{os.getpid()}:{secrets.token_hex(8)}"
+
+
+@dataclass(eq=False)
+class Task:
+    """A claimed job on its way through this process."""
+
+    job: Job
+    hold: Hold
+    suspect: bool
+    """Orphaned since its last commit: perhaps it kills processes."""
+    thread: str = ""
+
+    @property
+    def lease(self) -> Lease:
+        return self.hold.lease
+
+
+class Worker:
+    """Runs the jobs of these queues and kinds (default: of all) until it is stopped.
+
+    `concurrency` slices at a time (default 4), `drain_timeout` in seconds (default: the setting
+    DRAIN_TIMEOUT), `until_idle` ends it when nothing is left to do.
+    """
+
+    def __init__(
+        self,
+        queues: Collection[str] | None = None,
+        kinds: Collection[str] | None = None,
+        concurrency: int | None = None,
+        until_idle: bool = False,
+        drain_timeout: float | None = None,
+    ) -> None:
+        self.owner = new_owner()
+        self.queues, self.kinds = queues, kinds
+        self.concurrency = concurrency or DEFAULT_CONCURRENCY
+        self.until_idle = until_idle
+        self.drain_timeout = config.DRAIN_TIMEOUT if drain_timeout is None else drain_timeout
+        self.keeper = Keeper(self.owner)
+        self.claimer = Claimer(self.owner, queues=queues, kinds=kinds)
+        self.listener = Listener(self.claimer.heard, self._heard_cancel)
+        self._stopping = threading.Event()
+        self._draining = threading.Event()
+        self._quiet = threading.Event()
+        self._tasks: dict[Task, None] = {}
+        self._guard = threading.Lock()
+        self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._last_round = time.monotonic()
+        self._outage = Outage("claims")
+        self._said_at = 0.0
+
+    def run(self) -> int:
+        """Work until stopped, idle (`until_idle`) or without a usable thread; answers the exit code.
+
+        0: drained. 1: slices still ran when the drain timeout was over. 3: the tables are missing. 4: the
+        database does not answer at the start. 75: every thread hangs in a step. After any but the first
+        two, and when it is 1, threads may be left running: end the process with `leave`.
+        """
+        own_connection.own("claims")
+        refused = self._examine_database()
+        if refused is not None:
+            return refused
+        with self._signals():
+            try:
+                self._begin()
+                code = self._work()
+                return self._drain(code)
+            finally:
+                self._end()
+
+    def stop(self) -> None:
+        """Ask for a drain, from any thread; the first signal does the same."""
+        self._stopping.set()
+        self.claimer.wake()
+
+    @property
+    def has_threads_left(self) -> bool:
+        """Whether slice threads still run after `run` has ended."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def _heard_cancel(self, owner: str) -> None:
+        if owner == self.owner:
+            self.keeper.beat_now()
+
+    # --- beginning and end
+
+    def _examine_database(self) -> int | None:
+        connection = database.connection()
+        try:
+            connection.ensure_connection()
+            tables = set(connection.introspection.table_names())
+        except DatabaseError as error:
+            problem = str(error).strip().replace("\n", " ")
+            self._say(f"The database {connection.alias!r} does not answer: {problem}")
+            return EXIT_NO_DATABASE
+        needed = (Job, JobEvent, CancelRequest, Pause, WorkerProcess)
+        missing = [model._meta.db_table for model in needed if model._meta.db_table not in tables]
+        if missing:
+            self._say(
+                f"The database {connection.alias!r} has no table {missing[0]}: run `manage.py migrate` first."
+            )
+            return EXIT_NOT_MIGRATED
+        return None
+
+    def _begin(self) -> None:
+        tell(
+            logger,
+            logging.INFO,
+            "worker_started",
+            owner=self.owner,
+            queues=_named(self.queues),
+            kinds=_named(self.kinds),
+            concurrency=self.concurrency,
+        )
+        self._register()
+        self.keeper.start()
+        self.listener.start()
+        for number in range(1, self.concurrency + 1):
+            self._start_thread(f"durable-jobs-slice-{number}", self._serve)
+        self._start_thread("durable-jobs-upkeep", self._upkeep, slices=False)
+
+    def _start_thread(self, name: str, run: Any, *, slices: bool = True) -> None:
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        if slices:
+            self._threads.append(thread)
+
+    def _end(self) -> None:
+        self._quiet.set()
+        self._draining.set()
+        self.listener.stop()
+        for _ in self._threads:
+            self._inbox.put(None)
+        deadline = time.monotonic() + 1
+        for thread in self._threads:
+            if not any(task.thread == thread.name for task in self._running()):
+                thread.join(max(0.0, deadline - time.monotonic()))
+        self.keeper.stop()
+        try:
+            store.worker_stopped(self.owner)
+        except Exception as error:
+            tell(logger, logging.WARNING, "worker_row_left", str(error), owner=self.owner)
+        own_connection.close()
+        tell(logger, logging.INFO, "worker_stopped", owner=self.owner)
+
+    # --- the claiming thread
+
+    def _work(self) -> int:
+        while not self._stopping.is_set():
+            try:
+                claimed = self._round()
+                self._last_round = time.monotonic()
+                self._outage.over()
+                if not claimed and self.until_idle and self._is_idle():
+                    tell(logger, logging.INFO, "worker_idle", owner=self.owner)
+                    return EXIT_DONE
+                if not claimed and not self._stopping.is_set():
+                    self._wait()
+            except Exception as error:
+                self._stopping.wait(self._outage.seen(error))
+            if self._hung() >= self.concurrency:
+                tell(logger, logging.CRITICAL, "no_thread_left", owner=self.owner)
+                return EXIT_NO_THREAD
+        return EXIT_DONE
+
+    def _round(self) -> bool:
+        """Claim as many as are free; whether any were claimed."""
+        free = self.concurrency - len(self._running())
+        if free < 1:
+            return False
+        suspects = not self._has_suspect()
+        with self.keeper.claiming():
+            tasks = [self._take(job) for job in self.claimer.claim(free, suspects=suspects)]
+        if not tasks:
+            return False
+        self._dispatch(tasks)
+        return True
+
+    def _take(self, job: Job) -> Task:
+        kind = kinds.find(job.kind)
+        ttl = kind.lease_seconds if kind else 60.0
+        hold = Hold(Lease(job.id, self.owner, job.lease_epoch, ttl))
+        self.keeper.hold(hold)
+        return Task(job, hold, suspect=job.redrives_since_commit > 0)
+
+    def _dispatch(self, tasks: list[Task]) -> None:
+        """Hand over what may begin: of several suspects one, and only after the others went back."""
+        suspects = [task for task in tasks if task.suspect]
+        for task in suspects[1:]:
+            self._give_back(task, "suspect_given_back")
+        for task in tasks:
+            if task not in suspects[1:]:
+                with self._guard:
+                    self._tasks[task] = None
+                self._inbox.put(task)
+
+    def _give_back(self, task: Task, event: str) -> None:
+        """Return a job that has not begun; if that fails its lease runs out, or the keeper gives it back."""
+        facts: dict[str, Any] = {"job_id": task.job.id, "epoch": task.lease.epoch}
+        try:
+            store.give_back(task.lease)
+            tell(logger, logging.INFO, event, **facts)
+        except Exception as error:
+            tell(logger, logging.WARNING, "give_back_failed", str(error), **facts)
+            own_connection.close()
+        finally:
+            self.keeper.let_go(task.hold)
+
+    def _wait(self) -> None:
+        timeout = IDLE_LOOK_SECONDS if self.until_idle else config.POLL
+        if len(self._running()) >= self.concurrency:
+            self.claimer.rest(LOOK_SECONDS)
+        else:
+            self.claimer.wait(timeout)
+
+    def _is_idle(self) -> bool:
+        return not self._running() and not store.unfinished(self.queues, self.claimer.known())
+
+    def _running(self) -> list[Task]:
+        with self._guard:
+            return list(self._tasks)
+
+    def _hung(self) -> int:
+        hung = {hold.key for hold in self.keeper.overdue}
+        return sum(task.hold.key in hung for task in self._running())
+
+    def _has_suspect(self) -> bool:
+        return any(task.suspect and not self.keeper.has_committed(task.lease) for task in self._running())
+
+    # --- the slice threads
+
+    def _serve(self) -> None:
+        name = threading.current_thread().name
+        try:
+            while (task := self._inbox.get()) is not None:
+                task.thread = name
+                try:
+                    self._run_task(task)
+                finally:
+                    with self._guard:
+                        self._tasks.pop(task, None)
+                    self.claimer.wake()
+        finally:
+            connections.close_all()
+
+    def _run_task(self, task: Task) -> None:
+        try:
+            own_connection.own(threading.current_thread().name.removeprefix("durable-jobs-"))
+            if self._draining.is_set():
+                self._give_back(task, "given_back")
+                return
+            # A context of its own: what a step sets (language, time zone, variables) ends with it.
+            result = contextvars.Context().run(
+                run_slice, task.job, owner=self.owner, keeper=self.keeper, draining=self._draining
+            )
+            if result.job is not None:
+                self.claimer.expect(result.job)
+            self.keeper.let_go(task.hold)
+        except BaseException as error:
+            # Renewed no more and yet known here: the reconciler counts it, so that it has an end.
+            task.hold.observe(lost=True)
+            self.keeper.hold(task.hold)
+            facts = {"job_id": task.job.id, "epoch": task.lease.epoch}
+            tell(logger, logging.ERROR, "slice_broke", "the worker goes on", error=error, **facts)
+        finally:
+            with suppress(Exception):
+                own_connection.clean()
+
+    # --- upkeep: presence and repair
+
+    def _upkeep(self) -> None:
+        own_connection.own("upkeep")
+        outage = Outage("upkeep")
+        reconciler: Any = None
+        presence_at = time.monotonic() + PRESENCE_SECONDS
+        tick_at = self._next_tick(first=True)
+        while not self._quiet.wait(max(0.0, min(presence_at, tick_at) - time.monotonic())):
+            try:
+                now = time.monotonic()
+                if now >= presence_at:
+                    presence_at = now + PRESENCE_SECONDS
+                    self._show_presence()
+                if now >= tick_at:
+                    tick_at = self._next_tick()
+                    if reconciler is None:
+                        reconciler = _reconciler(self.owner)
+                    reconciler.tick()
+                outage.over()
+            except Exception as error:
+                self._quiet.wait(outage.seen(error))
+        connections.close_all()
+
+    def _next_tick(self, *, first: bool = False) -> float:
+        if config.TICK <= 0:
+            return time.monotonic() + PRESENCE_SECONDS if first else math.inf
+        return time.monotonic() + config.TICK * random.uniform(0.2 if first else 0.8, 1.0)
+
+    def _show_presence(self) -> None:
+        """Beat for the screens, unless the claiming thread has got nowhere for long."""
+        if time.monotonic() - self._last_round > 3 * PRESENCE_SECONDS:
+            return
+        if not store.worker_beat(self.owner):
+            self._register()
+
+    def _register(self) -> None:
+        store.worker_started(
+            self.owner,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            queues=sorted(self.queues or ()),
+            kinds=sorted(self.kinds or ()),
+            concurrency=self.concurrency,
+        )
+
+    # --- the drain
+
+    def _drain(self, code: int) -> int:
+        self._draining.set()
+        self._empty_inbox()
+        deadline = time.monotonic() + self.drain_timeout
+        while (waited_for := self._usable()) and time.monotonic() < deadline:
+            self._report(waited_for, deadline)
+            self.claimer.rest(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
+        left = self._running()
+        if code != EXIT_DONE or not left:
+            return code
+        self._say(f"Not waiting any longer for {_listed(left)}; their leases run out by themselves.")
+        for task in left:
+            facts = {"job_id": task.job.id, "epoch": task.lease.epoch, "thread": task.thread}
+            tell(logger, logging.ERROR, "slice_left_running", **facts)
+        return EXIT_STILL_RUNNING
+
+    def _empty_inbox(self) -> None:
+        with suppress(queue.Empty):
+            while (task := self._inbox.get_nowait()) is not None:
+                self._give_back(task, "given_back")
+                with self._guard:
+                    self._tasks.pop(task, None)
+
+    def _usable(self) -> list[Task]:
+        hung = {hold.key for hold in self.keeper.overdue}
+        return [task for task in self._running() if task.hold.key not in hung]
+
+    def _report(self, waited_for: list[Task], deadline: float) -> None:
+        now = time.monotonic()
+        if now - self._said_at < REPORT_SECONDS:
+            return
+        self._said_at = now
+        left = max(0.0, deadline - now)
+        self._say(f"Waiting up to {left:.0f} s for {_listed(waited_for)}. A second signal leaves at once.")
+
+    # --- signals and words
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Drain at the first SIGTERM or SIGINT, leave at the second.
+
+        A thread reads them from the wake-up descriptor, so that a main thread that is blocked in the
+        database's library cannot delay the second one.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            tell(logger, logging.WARNING, "no_signals", "not the main thread: stop it with Worker.stop()")
+            yield
+            return
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        earlier = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        earlier_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for number in earlier:
+            signal.signal(number, _noted)
+        threading.Thread(
+            target=self._watch_signals, args=[reader], name="durable-jobs-signals", daemon=True
+        ).start()
+        try:
+            yield
+        finally:
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(earlier_descriptor)
+            writer.close()
+
+    def _watch_signals(self, reader: socket.socket) -> None:
+        first_at: float | None = None
+        with reader:
+            while received := reader.recv(1):
+                number = received[0]
+                if number not in (signal.SIGTERM, signal.SIGINT):
+                    continue
+                name, now = signal.Signals(number).name, time.monotonic()
+                if first_at is None:
+                    first_at = now
+                    self._say(f"{name}: draining.")
+                    self.stop()
+                elif now - first_at > SAME_SIGNAL_SECONDS:
+                    self._say(f"{name} again: leaving at once, {_listed(self._running())} not waited for.")
+                    os._exit(EXIT_SIGNAL + number)
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def leave(worker: Worker, code: int) -> None:
+    """End the process with this code, also when threads hang in steps that never end."""
+    if not worker.has_threads_left:
+        sys.exit(code)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _reconciler(owner: str) -> Any:
+    from durable_jobs.reconciler import Reconciler
+
+    return Reconciler(owner)
+
+
+def _noted(number: int, frame: Any) -> None:
+    """The wake-up descriptor has it; a handler in Python is what makes the descriptor work."""
+
+
+def _named(names: Collection[str] | None) -> str:
+    return "all" if names is None else ",".join(sorted(names))
+
+
+def _listed(tasks: list[Task]) -> str:
+    if not tasks:
+        return "nothing"
+    shown = ", ".join(f"{task.job.kind} {task.job.id}" for task in tasks[:5])
+    more = f" and {len(tasks) - 5} more" if len(tasks) > 5 else ""
+    return f"{len(tasks)} running {'slice' if len(tasks) == 1 else 'slices'} ({shown}{more})"
