@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import json
+import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -126,6 +127,9 @@ class Beat(NamedTuple):
     mine: bool
     cancel: bool
     paused: bool
+
+
+_LOST: Final = Beat(renewed=False, mine=False, cancel=False, paused=False)
 
 
 class Orphan(NamedTuple):
@@ -791,9 +795,7 @@ def is_due(probes: Sequence[Probe], *, suspects: bool = True) -> bool:
     return bool(_IS_DUE.run(connection, **_probed(probes), suspects=suspects))
 
 
-def claim_next(
-    owner: str, limit: int, probes: Sequence[Probe], *, suspects: bool = True
-) -> list[Claimed]:
+def claim_next(owner: str, limit: int, probes: Sequence[Probe], *, suspects: bool = True) -> list[Claimed]:
     """pending or running without owner, due → running: never more than `limit`, highest priority first.
 
     `suspects=False` leaves out what was orphaned since its last commit.
@@ -802,13 +804,14 @@ def claim_next(
         return []
     using = database.alias()
     size = max(size for size in _CLAIM_SIZES if size <= limit)
-    ordered = sorted(probes, key=lambda probe: -probe.priority)
+    # Chance decides among equals: SQLite takes the probes as they come, and a backlog would starve the rest.
+    ordered = sorted(probes, key=lambda probe: (-probe.priority, random.random()))
     with database.statement(using, what="claim_next") as connection:
         rows = _CLAIM_NEXT[size].run(
             connection,
             owner=owner,
             floors=[probe.floor for probe in ordered],
-            ttls=[probe.ttl for probe in ordered],
+            ttls=[float(probe.ttl) for probe in ordered],
             suspects=suspects,
             **_probed(ordered),
         )
@@ -829,7 +832,7 @@ def give_back(lease: Lease) -> Job | None:
 def beat_many(owner: str, leases: Sequence[Lease]) -> dict[UUID, Beat]:
     """running → running: renew all leases of one owner in one statement that waits for no row.
 
-    A row locked by somebody is not renewed but still mine. A job missing from the answer is lost.
+    A row locked by somebody is not renewed but still mine. Each lease has its answer; a lost one is not mine.
     """
     if not leases:
         return {}
@@ -839,10 +842,12 @@ def beat_many(owner: str, leases: Sequence[Lease]) -> dict[UUID, Beat]:
             owner=owner,
             ids=[lease.job_id for lease in leases],
             epochs=[lease.epoch for lease in leases],
-            ttls=[lease.ttl for lease in leases],
+            # A list of ints and floats has no one type on PostgreSQL.
+            ttls=[float(lease.ttl) for lease in leases],
             leases=[[lease.job_id, lease.epoch, lease.ttl] for lease in leases],
         )
-    return {_uuid(row[0]): Beat(*(bool(value) for value in row[1:5])) for row in rows}
+    beats = {lease.job_id: _LOST for lease in leases}  # SQLite answers for the renewed ones only
+    return beats | {_uuid(row[0]): Beat(*(bool(value) for value in row[1:5])) for row in rows}
 
 
 def strangers(owner: str, known: Collection[UUID]) -> list[tuple[UUID, int]]:
