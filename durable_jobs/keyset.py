@@ -84,6 +84,12 @@ class Column:
         after = Q(**{f"{self.path}__{'lt' if self.descending else 'gt'}": _given(value)})
         return after | Q(**{f"{self.path}__isnull": True}) if self.nullable and self.nulls_last else after
 
+    def at_or_beyond(self, value: Any) -> Q | None:
+        """The rows at or after this value, as an index can serve them; None where it cannot."""
+        if value is None or (self.nullable and self.nulls_last):
+            return None
+        return Q(**{f"{self.path}__{'lte' if self.descending else 'gte'}": _given(value)})
+
 
 @dataclass(frozen=True)
 class Order:
@@ -122,14 +128,14 @@ class Order:
         """The rows beyond a key."""
         if self._compares_whole_rows():
             return self._whole_row("<" if self.columns[0].descending else ">", key)
-        return self._beyond(self.columns, key)
+        return _beyond(self.columns, key)
 
     def until(self, key: Key) -> Q | RowComparison:
         """The rows up to a key, its own row included."""
         if self._compares_whole_rows():
             return self._whole_row(">=" if self.columns[0].descending else "<=", key)
         backwards = tuple(column.reversed() for column in self.columns)
-        return self._beyond(backwards, key) | _all_equal(self.columns, key)
+        return _beyond(backwards, key, inclusive=True)
 
     def _beside(self) -> Iterator[tuple[int, Column]]:
         return ((i, column) for i, column in enumerate(self.columns) if self.loads or not column.is_exact)
@@ -144,18 +150,6 @@ class Order:
         return RowComparison(
             *(F(column.path) for column in self.columns), *map(_given, key), operator=operator
         )
-
-    def _beyond(self, columns: Sequence[Column], key: Key) -> Q:
-        beyond = Q(pk__in=[])
-        for index, column in enumerate(columns):
-            after = column.beyond(key[index])
-            if after is not None:
-                beyond |= _all_equal(columns[:index], key) & after
-        first = columns[0].beyond(key[0])
-        if len(columns) == 1 or first is None:
-            return beyond
-        # Says nothing new, but lets an index on the first column skip what was read.
-        return (first | columns[0].equal(key[0])) & beyond
 
 
 class Stored(Func):
@@ -196,6 +190,17 @@ def _all_equal(columns: Sequence[Column], key: Key) -> Q:
     for column, value in zip(columns, key, strict=False):
         equal &= column.equal(value)
     return equal
+
+
+def _beyond(columns: Sequence[Column], key: Key, *, inclusive: bool = False) -> Q:
+    beyond = _all_equal(columns, key) if inclusive else Q(pk__in=[])
+    for index, column in enumerate(columns):
+        after = column.beyond(key[index])
+        if after is not None:
+            beyond |= _all_equal(columns[:index], key) & after
+    # Says nothing new, but lets an index on the first column pass over what was read.
+    start = columns[0].at_or_beyond(key[0])
+    return beyond if start is None else start & beyond
 
 
 def _plain(value: Any) -> Any:
