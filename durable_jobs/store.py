@@ -596,7 +596,8 @@ _REDRIVE = _statement("""
 _SETTLE = _statement("""
     UPDATE {job} SET {end_unmirrored}, verdict = CASE WHEN {requested} IS NULL THEN verdict END,
         status = CASE WHEN {requested} IS NULL THEN 'failed' ELSE 'cancelled' END,
-        cancel_requested_at = {requested}, error_class = coalesce(error_class, 'terminal')
+        {fold}, error_class = CASE WHEN {requested} IS NULL THEN coalesce(error_class, 'terminal')
+            ELSE error_class END
     WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND (:any OR (c.tenant_id = :tenant
             AND coalesce(c.organization_id, '') = coalesce(:organization, ''))) AND c.mirror_attempts > 0
         AND (c.status IN ('held', 'pending') OR (c.status = 'running' AND (c.lease_owner IS NULL
