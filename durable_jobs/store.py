@@ -802,9 +802,7 @@ def is_due(probes: Sequence[Probe], *, suspects: bool = True) -> bool:
     return bool(_IS_DUE.run(connection, **_probed(probes), suspects=suspects))
 
 
-def claim_next(
-    owner: str, limit: int, probes: Sequence[Probe], *, suspects: bool = True
-) -> list[Claimed]:
+def claim_next(owner: str, limit: int, probes: Sequence[Probe], *, suspects: bool = True) -> list[Claimed]:
     """pending or running without owner, due → running: never more than `limit`, highest priority first.
 
     `suspects=False` leaves out what was orphaned since its last commit.
@@ -820,7 +818,7 @@ def claim_next(
             connection,
             owner=owner,
             floors=[probe.floor for probe in ordered],
-            ttls=[probe.ttl for probe in ordered],
+            ttls=[float(probe.ttl) for probe in ordered],
             suspects=suspects,
             **_probed(ordered),
         )
@@ -851,7 +849,8 @@ def beat_many(owner: str, leases: Sequence[Lease]) -> dict[UUID, Beat]:
             owner=owner,
             ids=[lease.job_id for lease in leases],
             epochs=[lease.epoch for lease in leases],
-            ttls=[lease.ttl for lease in leases],
+            # A list of ints and floats has no one type on PostgreSQL.
+            ttls=[float(lease.ttl) for lease in leases],
             leases=[[lease.job_id, lease.epoch, lease.ttl] for lease in leases],
         )
     beats = {lease.job_id: _LOST for lease in leases}  # SQLite answers for the renewed ones only
