@@ -596,7 +596,8 @@ _REDRIVE = _statement("""
 _SETTLE = _statement("""
     UPDATE {job} SET {end_unmirrored}, verdict = CASE WHEN {requested} IS NULL THEN verdict END,
         status = CASE WHEN {requested} IS NULL THEN 'failed' ELSE 'cancelled' END,
-        cancel_requested_at = {requested}, error_class = coalesce(error_class, 'terminal')
+        {fold}, error_class = CASE WHEN {requested} IS NULL THEN coalesce(error_class, 'terminal')
+            ELSE error_class END
     WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND (:any OR (c.tenant_id = :tenant
             AND coalesce(c.organization_id, '') = coalesce(:organization, ''))) AND c.mirror_attempts > 0
         AND (c.status IN ('held', 'pending') OR (c.status = 'running' AND (c.lease_owner IS NULL
@@ -729,7 +730,8 @@ def insert(new: NewJob) -> Job | None:
 def insert_many(rows: Sequence[NewJob]) -> dict[UUID, Job]:
     """→ pending or held, many in one statement; what met a taken key is missing from the answer.
 
-    Give the rows sorted by key: two transactions that insert the same keys in opposite order deadlock.
+    They are inserted in the order of their keys: two statements that take the same keys in opposite order
+    deadlock. So would two transactions that call this twice.
     """
     using = database.alias()
     if not _insert_many:
@@ -737,7 +739,7 @@ def insert_many(rows: Sequence[NewJob]) -> dict[UUID, Job]:
         _insert_many.append(_statement(text, _INSERT_MANY_SQLITE))
     with _joining(using) as connection:
         sent = []
-        for number, new in enumerate(rows):
+        for number, new in enumerate(sorted(rows, key=_by_key)):
             row = {**asdict(new), "n": number, "id": _plain(connection, new.id)}
             row["progress_job_id"] = _plain(connection, new.progress_job_id)
             row["created_by"] = _plain(connection, new.created_by)
@@ -745,6 +747,11 @@ def insert_many(rows: Sequence[NewJob]) -> dict[UUID, Job]:
             sent.append(row)
         inserted = _jobs(connection, _insert_many[0].run(connection, rows=_JsonRows(sent)))
     return {job.id: job for job in inserted}
+
+
+def _by_key(new: NewJob) -> tuple[str, ...]:
+    scope = (new.tenant, new.organization or "")
+    return (*scope, new.kind, new.idempotency_key or "", new.lock_key or "")
 
 
 class _JsonRows(str):

@@ -205,10 +205,32 @@ def test_unfinished_is_what_is_due_or_has_begun() -> None:
         execute("DELETE FROM durable_jobs_job WHERE id = %s", job_id)
     assert set(waits) == {"pending", "running", "expired", "retry"}
     assert not store.unfinished([], ["k"]) and not store.unfinished(["q"], [])
+    assert not store.unfinished(None, ["k"])
     make(State("pending", later=True), queue_name="q", kind="k", attempts=0)
     assert not store.unfinished(["q"], ["k"])
     make(State("pending", later=True), queue_name="q", kind="k", attempts=1)
-    assert store.unfinished(["q"], ["k"])
+    assert store.unfinished(["q"], ["k"]) and store.unfinished(None, ["k"])
+
+
+def test_a_look_agrees_with_the_claim() -> None:
+    """`is_due` takes nothing and promises nothing that the claim would not give."""
+    for state in STATES:
+        job_id = make(state, queue_name="q", kind="k", priority=0)
+        for suspects in (True, False):
+            due = store.is_due([probe()], suspects=suspects)
+            assert due == (state.base in ("pending", "retry") and not state.later and suspects), state
+        execute("UPDATE durable_jobs_job SET redrives_since_commit = 0 WHERE id = %s", job_id)
+        due = store.is_due([probe()], suspects=False)
+        assert due == bool(store.claim_next(CLAIMER, 1, [probe()], suspects=False)), state
+        execute("DELETE FROM durable_jobs_job WHERE id = %s", job_id)
+    assert not store.is_due([])
+
+
+def test_a_suspect_is_left_out_when_told_so() -> None:
+    """Poison takes its neighbours along: what was orphaned since its last commit runs alone."""
+    suspect, plain = due(100), due(50, redrives_since_commit=0)
+    assert [one.job.id for one in store.claim_next(CLAIMER, 4, [probe()], suspects=False)] == [plain]
+    assert claim_next(4, probe()) == [suspect]
 
 
 def pause(**target: str) -> None:

@@ -63,23 +63,50 @@ def test_the_word_of_a_death_holds_for_that_owner_alone() -> None:
 
 def test_the_manual_queue_is_left_alone() -> None:
     """Rows of receipts and managers belong to their owners and to people, not to the reconciler."""
-    make("expired", queue_name=MANUAL_QUEUE)
-    make(State("expired", request="row"), queue_name=MANUAL_QUEUE)
-    make("pending", queue_name=MANUAL_QUEUE)
+    make_all(STATES, queue_name=MANUAL_QUEUE)
     assert store.orphans(GRACE) == []
-    assert store.cancelling(GRACE) == []
-    assert store.routes() == []
+    assert store.cancelling() == []
+    assert not store.unfinished(None, ["tests.work"])
 
 
-def test_cancelling_is_what_no_live_lease_will_honour() -> None:
-    """B120, B132, P24: held too; a live lease is left to its driver and never fills the page."""
+def test_cancelling_is_what_nobody_works_on() -> None:
+    """B120, B132, P24: held too; a lease, live or not, is its driver's or an orphan's and never fills the page."""
     ids = make_all(STATES)
-    found = set(store.cancelling(GRACE))
-    assert found == {
+    found = {waiting.id: waiting for waiting in store.cancelling()}
+    assert found.keys() == {
         job_id
         for state, job_id in ids.items()
-        if state.request in ("row", "both") and state.base in ("held", "pending", "retry", "expired")
+        if state.request in ("row", "both") and state.base in ("held", "pending", "retry")
     }
+    assert all(abs(waiting.asked - 500) < 10 for waiting in found.values())
+    assert {waiting.kind for waiting in found.values()} == {"tests.work"}
+
+
+def test_a_sweep_can_be_of_one_tenant() -> None:
+    """B119."""
+    for state in (State("expired"), State("pending", request="row"), State("running", request="mail")):
+        make(state), make(state, tenant_id="umbrella")
+    for tenant, count in [(None, 2), ("umbrella", 1), ("acme", 1), ("", 0)]:
+        assert len(store.orphans(GRACE, tenant=tenant)) == count
+        assert len(store.cancelling(tenant=tenant)) == count
+        assert len(store.mailed(tenant=tenant)) == count
+
+
+def test_a_pause_defers_repair_but_no_cancel() -> None:
+    """F10: orphans of paused work are neither shown nor taken; a request ends them all the same."""
+    plain, asked, mailed = (make(State("expired", request=how)) for how in ("none", "row", "mail"))
+    orphans = {orphan.id: orphan for orphan in store.orphans(GRACE)}
+    store.pause(kind="tests.work", reason="r", actor="a")
+    assert {orphan.id for orphan in store.orphans(GRACE)} == {asked, mailed}
+    before = image(plain)
+    assert store.take_orphan(orphans[plain], grace=GRACE, delay=0) is None
+    assert store.park_orphan(orphans[plain], grace=GRACE, code="c", message="m") is None
+    assert image(plain) == before
+    assert store.cancel_orphan(orphans[asked], grace=GRACE) is not None
+    assert store.cancel_orphan(orphans[mailed], grace=GRACE) is not None
+    assert store.unpause(kind="tests.work") is True
+    assert store.unpause(kind="tests.work") is False
+    assert store.take_orphan(orphans[plain], grace=GRACE, delay=0) is not None
 
 
 def test_mailed_is_every_live_job_with_a_letter() -> None:
@@ -96,7 +123,7 @@ def test_mailed_is_every_live_job_with_a_letter() -> None:
     ("state", "page"),
     [
         (State("expired"), lambda after: [orphan.id for orphan in store.orphans(GRACE, after)]),
-        (State("pending", request="row"), lambda after: store.cancelling(GRACE, after)),
+        (State("pending", request="row"), lambda after: [waiting.id for waiting in store.cancelling(after)]),
         (State("running", request="mail"), store.mailed),
     ],
     ids=["orphans", "cancelling", "mailed"],
@@ -108,7 +135,7 @@ def test_pages_go_by_key(state: State, page: Callable[[UUID | None], list[UUID]]
     while pages[-1]:
         pages.append(page(pages[-1][-1]))
     assert [len(one) for one in pages] == [100, 100, 30, 0]
-    assert sum(pages, []) == ids
+    assert [job_id for one in pages for job_id in one] == ids
 
 
 def test_a_repair_restates_what_it_was_shown() -> None:

@@ -177,7 +177,14 @@ def test_a_rolled_back_start_leaves_nothing(insert: Any) -> None:
 def test_many_are_answered_one_by_one() -> None:
     """C044: each row its own answer; keys that meet each other within one call count as taken."""
     first = new(idempotency_key="a")
-    rows = [first, new(idempotency_key="a"), new(idempotency_key="b"), new(), new(lock_key="l"), new(lock_key="l")]
+    rows = [
+        first,
+        new(idempotency_key="a"),
+        new(idempotency_key="b"),
+        new(),
+        new(lock_key="l"),
+        new(lock_key="l"),
+    ]
     made = store.insert_many(rows)
     assert [row.id in made for row in rows] == [True, False, True, True, True, False]
     again = store.insert_many([new(idempotency_key=key) for key in "abc"])
