@@ -791,9 +791,7 @@ def is_due(probes: Sequence[Probe], *, suspects: bool = True) -> bool:
     return bool(_IS_DUE.run(connection, **_probed(probes), suspects=suspects))
 
 
-def claim_next(
-    owner: str, limit: int, probes: Sequence[Probe], *, suspects: bool = True
-) -> list[Claimed]:
+def claim_next(owner: str, limit: int, probes: Sequence[Probe], *, suspects: bool = True) -> list[Claimed]:
     """pending or running without owner, due → running: never more than `limit`, highest priority first.
 
     `suspects=False` leaves out what was orphaned since its last commit.

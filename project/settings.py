@@ -82,3 +82,9 @@ DURABLE_JOBS = {
     "TICK": env.float("DURABLE_JOBS_TICK", default=15.0),
     "RELEASE": env.str("RELEASE", default=""),
 }
+
+# The demo's imports: how long a lease lasts, how many rows a batch has, and how long each batch waits for its
+# source. Short and slow in `manage.py demo` and `serve`, so that a person sees something.
+DEMO_LEASE_SECONDS = env.float("DEMO_LEASE_SECONDS", default=60.0)
+DEMO_BATCH_SIZE = env.int("DEMO_BATCH_SIZE", default=100)
+DEMO_PAUSE = env.float("DEMO_PAUSE", default=0.0)
