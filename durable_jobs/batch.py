@@ -16,10 +16,12 @@ from durable_jobs import database, exceptions, keyset
 from durable_jobs.exceptions import ErrorClass, Park, RetryAfter, TerminalError, shown
 from durable_jobs.kinds import (
     ABSENT,
+    KEEP,
     Done,
     Fault,
     Kind,
     Outcome,
+    Sentinel,
     Yield,
     classify,
     fault_of_integer,
@@ -27,11 +29,10 @@ from durable_jobs.kinds import (
     is_integer,
     overrides,
 )
+from durable_jobs.logs import log
 
 if TYPE_CHECKING:
     from durable_jobs.runner import SliceContext
-
-logger = logging.getLogger("durable_jobs.batch")
 
 UNTIL_EMPTY: Final = "until_empty"
 SKIP_AT_ONCE: Final = 10_000
@@ -240,7 +241,7 @@ class _Slice:
         self.prepared: dict[Any, Any] = {}
         self.failed: dict[Any, Exception] = {}
         self.worked = False
-        self.total: int | None = None
+        self.total: int | Sentinel | None = KEEP
 
     def run(self) -> Outcome:
         self.begins = self.ctx.checkpoint is None
@@ -303,7 +304,7 @@ class _Slice:
         if position is None:
             source.finish()
             return None
-        self.position, self.total, self.worked = position, None, True
+        self.position, self.total, self.worked = position, KEEP, True
         self.one_by_one = self._expects_bad_items()
         return None
 
@@ -542,8 +543,13 @@ class _Rows:
             return None
         try:
             number = self._rows.order_by()[: limit + 1].count()
-        except DatabaseError:
-            logger.warning("batch_count_failed model=%s", self._rows.model._meta.label, exc_info=True)
+        except DatabaseError as error:
+            log(
+                "collection_not_counted",
+                level=logging.WARNING,
+                error=error,
+                model=self._rows.model._meta.label,
+            )
             return None
         return number if number <= limit else None
 
@@ -683,8 +689,8 @@ class _Items:
             try:
                 if callable(close):
                     close()
-            except Exception:
-                logger.exception("collection_close_failed job=%s", self._ctx.job.id)
+            except Exception as error:
+                log("collection_not_closed", self._ctx.job, level=logging.ERROR, error=error)
 
     def _changed(self, length: int, done: int) -> BadCollection:
         return _refused(

@@ -49,6 +49,7 @@ from durable_jobs.exceptions import (
     UnrecoverableError,
     shown,
 )
+from durable_jobs.logs import log
 
 if TYPE_CHECKING:
     from durable_jobs.batch import BatchKind
@@ -80,8 +81,6 @@ __all__ = [
     "register",
     "unregister",
 ]
-
-logger = logging.getLogger("durable_jobs.kinds")
 
 MAX_NAME_LENGTH: Final = 200
 RESERVED_QUEUE: Final = "manual"
@@ -398,8 +397,8 @@ def classify(kind: Kind, error: BaseException) -> ErrorClass:
         own = kind.classify(error)
         if own is not None:
             return ErrorClass(own)
-    except Exception:
-        logger.exception("classify_failed kind=%s error=%s", kind.name, type(error).__qualname__)
+    except Exception as own_error:
+        log("classify_failed", level=logging.ERROR, error=own_error, kind=kind.name)
     return exceptions.classify(error)
 
 

@@ -47,3 +47,12 @@ class Shipment(models.Model):
 
     status = models.CharField(max_length=10, choices=Status, default=Status.QUEUED, editable=False)
     note = models.CharField(max_length=40, default="")
+
+
+class Leg(models.Model):
+    """A row whose key is made of two columns."""
+
+    pk = models.CompositePrimaryKey("route", "number")
+    route = models.CharField(max_length=10)
+    number = models.IntegerField()
+    done = models.PositiveIntegerField(default=0)
