@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from django.contrib.auth.models import User
 from django.core.files.base import ContentFile
-from django.db import transaction
-from django.test import Client
-from django.urls import reverse
 
 from durable_jobs import service
 from durable_jobs.exceptions import LockKeyHeld
@@ -67,7 +62,7 @@ def stored() -> list[dict[str, Any]]:
 
 
 def expected(first: int) -> list[dict[str, Any]]:
-    return [{FIELDS[str(name)]: value for name, value in row.items()} for row in airports.world()[:first]]
+    return [{FIELDS[name]: value for name, value in row.items()} for row in airports.world()[:first]]
 
 
 def applied() -> list[str]:
@@ -145,7 +140,9 @@ def test_a_file_is_imported() -> None:
 
 
 def test_a_file_leaves_columns_alone_that_it_does_not_have() -> None:
-    Airport.objects.create(icao="EDDF", name="old", city="Frankfurt am Main", country="DE", latitude=0, longitude=0)
+    Airport.objects.create(
+        icao="EDDF", name="old", city="Frankfurt am Main", country="DE", latitude=0, longitude=0
+    )
     run_upload(HEADER, LINES[0])
     airport = Airport.objects.get()
     assert (airport.name, airport.city) == ("Frankfurt", "Frankfurt am Main")

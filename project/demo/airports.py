@@ -7,7 +7,7 @@ import hashlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, BinaryIO, Final
+from typing import IO, Any, Final
 
 import airportsdata
 from django.core.exceptions import ValidationError
@@ -32,7 +32,10 @@ FIELDS: Final[Mapping[str, str]] = {
 
 REQUIRED: Final = ("icao", "name", "country", "lat", "lon")
 
-Row = Mapping[str | None, Any]
+EXTRA: Final = "(more)"
+"""The name under which a row keeps what stands beyond its last column; never a column's own."""
+
+Row = Mapping[str, Any]
 
 
 class BadRow(TerminalError):
@@ -49,10 +52,10 @@ def world() -> Sequence[Row]:
     return [dict(row) for _, row in sorted(airportsdata.load().items())]
 
 
-def csv_rows(file: BinaryIO) -> Iterator[Row]:
+def csv_rows(file: IO[bytes]) -> Iterator[Row]:
     """The rows of a CSV file in UTF-8 whose first line names its columns; `BadFile` says what is wrong."""
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-    reader = csv.DictReader(text)
+    reader = csv.DictReader(text, restkey=EXTRA)
     try:
         check_header(reader.fieldnames or ())
         yield from reader
@@ -84,13 +87,11 @@ def check_header(columns: Sequence[str]) -> None:
 
 def airport(row: Row, **values: Any) -> Airport:
     """The row as an airport, not saved; `BadRow` says what is wrong with it."""
-    if None in row:
+    if EXTRA in row:
         raise BadRow(f"{row.get('icao')!r}: more fields than columns.", code="bad_row")
     if any("\x00" in value for value in row.values() if isinstance(value, str)):
         raise BadRow(f"{row.get('icao')!r}: holds NUL, which no database keeps in a text.", code="bad_row")
-    made = Airport(
-        **{FIELDS[name or ""]: value for name, value in row.items() if value is not None}, **values
-    )
+    made = Airport(**{FIELDS[name]: value for name, value in row.items() if value is not None}, **values)
     try:
         made.clean_fields(exclude=["last_run"])
     except ValidationError as error:
@@ -99,6 +100,9 @@ def airport(row: Row, **values: Any) -> Airport:
     return made
 
 
-def sha256(file: BinaryIO) -> str:
+def sha256(file: IO[bytes]) -> str:
     """The hash of a file's bytes, by which a job knows that it is still the file that it began with."""
-    return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()

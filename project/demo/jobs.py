@@ -49,7 +49,7 @@ class Import(BatchKind):
         run = ctx.input["run"]
         # PostgreSQL refuses to update a row twice in one statement: as row by row, the last one wins.
         made = {made.icao: made for made in (airports.airport(row, last_run_id=run) for row in batch)}
-        given = [FIELDS[name or ""] for name in batch[0] if name != "icao"]
+        given = [FIELDS[name] for name in batch[0] if name != "icao"]
         Airport.objects.bulk_create(
             made.values(), update_conflicts=True, unique_fields=["icao"], update_fields=[*given, "last_run"]
         )
