@@ -665,6 +665,8 @@ class _Items:
         return length() if length is not None else None
 
     def is_over(self, position: _Position) -> bool:
+        if isinstance(self._collection, Sequence) and (position.cursor or 0) >= len(self._collection):
+            return True
         return self._finished
 
     def finish(self) -> None:
@@ -676,7 +678,9 @@ class _Items:
             items: Iterable[Any] = self._collection[done : done + size]
         else:
             items = itertools.islice(self._iterator or (), size)
-        return [_Entry(number, item) for number, item in enumerate(items, done)]
+        entries = [_Entry(number, item) for number, item in enumerate(items, done)]
+        self._finished = len(entries) < size
+        return entries
 
     def inside(self, position: _Position, size: int, window: list[_Entry] | None) -> _Batch:
         entries = window or []

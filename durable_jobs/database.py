@@ -31,6 +31,8 @@ logger = logging.getLogger("durable_jobs")
 
 JOB_TABLE = "durable_jobs_job"
 BEGIN_RETRY_SECONDS = 0.001
+URGENT_RETRY_SECONDS = 0.0002
+"""A beat has to hit the short gap between two transactions of a writer that does not queue here."""
 BUSY_WINDOW_SECONDS = 1.0
 BUSY_LIMIT_SECONDS = 0.7
 REST_SECONDS = 0.11
@@ -166,7 +168,7 @@ def transaction(
         timeout = float(connection.settings_dict["OPTIONS"].get("timeout", 5.0))
     started = time.monotonic()
     with writer_lock(connection).turn(urgent=urgent, timeout=timeout):
-        block = _begin_immediate(connection, using, started + timeout)
+        block = _begin_immediate(connection, using, started + timeout, urgent)
         try:
             yield connection
         except BaseException as error:
@@ -175,7 +177,7 @@ def transaction(
         block.__exit__(None, None, None)
 
 
-def _begin_immediate(connection: Any, using: str, deadline: float) -> OwnAtomic:
+def _begin_immediate(connection: Any, using: str, deadline: float, urgent: bool) -> OwnAtomic:
     """Begin with our own retry every millisecond: SQLite's busy handler naps longer and longer."""
     connection.ensure_connection()
     raw = connection.connection
@@ -191,7 +193,7 @@ def _begin_immediate(connection: Any, using: str, deadline: float) -> OwnAtomic:
             except OperationalError as error:
                 if not is_locked(error) or time.monotonic() >= deadline:
                     raise
-            time.sleep(BEGIN_RETRY_SECONDS)
+            time.sleep(URGENT_RETRY_SECONDS if urgent else BEGIN_RETRY_SECONDS)
     finally:
         connection.transaction_mode = mode
         if connection.connection is raw:

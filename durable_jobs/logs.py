@@ -22,9 +22,10 @@ def tell(
     if not logger.isEnabledFor(level):
         return
     fields = {name: value if isinstance(value, int | float) else str(value) for name, value in facts.items()}
+    extra = {f"{name}_" if name in _RECORD else name: value for name, value in fields.items()}
     words = [event, *(f"{name}={value}" for name, value in fields.items())]
     text = " ".join(words) + (f": {sentence}" if sentence else "")
-    logger.log(level, "%s", text, exc_info=error, extra={"event": event, **fields})
+    logger.log(level, "%s", text, exc_info=error, extra={"event": event, **extra})
 
 
 def log(
@@ -43,3 +44,5 @@ def log(
 
 
 _logger = logging.getLogger("durable_jobs.jobs")
+_RECORD = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime"))
+"""Attributes that a log record has of its own; a fact of such a name gets an underscore."""

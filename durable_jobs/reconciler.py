@@ -378,12 +378,13 @@ class Reconciler:
     @contextmanager
     def _one(self, this: Pass, row: Waiting | Orphan, event: str) -> Iterator[None]:
         """One row's error is counted and logged, and the pass goes on; a failing database ends it."""
+        raw = database.connection().connection
         try:
             yield
         except Exception as error:
             count = self._failures[row.id].count + 1 if row.id in self._failures else 1
             self._failures[row.id] = Failure(count, self._clock() + spacing(count))
-            if self._is_our_outage(error):
+            if self._is_our_outage(error, raw):
                 raise
             this.report.errors += 1
             # The traceback of a failed hook has been logged where it was counted.
@@ -395,12 +396,13 @@ class Reconciler:
         failure = self._failures.get(job_id)
         return failure is not None and this.began < failure.until
 
-    def _is_our_outage(self, error: Exception) -> bool:
+    def _is_our_outage(self, error: Exception, raw: Any) -> bool:
         """Whether the jobs' own database failed: a hook may have met another one that did."""
         if not database.is_outage(error):
             return False
         connection = database.connection()
-        if database.is_locked(error) or connection.connection is None or not connection.is_usable():
+        # A connection cut inside an atomic block has been replaced by Django at the block's end.
+        if database.is_locked(error) or connection.connection is not raw or not connection.is_usable():
             return True
         try:
             store.worker_beat(self.owner)

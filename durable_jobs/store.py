@@ -465,9 +465,9 @@ _FAIL_SLICE = _statement("""
     UPDATE {job} SET {let_go}, consecutive_failures = consecutive_failures + 1,
         error_class = :error_class, error_code = :code, error_type = :error_type,
         error_message = :error_message,
-        verdict = CASE WHEN :error_class = 'unrecoverable' THEN 'unrecoverable'
+        verdict = CASE WHEN :error_class = 'unrecoverable' OR verdict = 'unrecoverable' THEN 'unrecoverable'
             WHEN :error_class = 'terminal' OR consecutive_failures + 1 >= :max_failures
-                THEN 'retry_exhausted' END,
+                THEN 'retry_exhausted' ELSE verdict END,
         next_run_at = {after {least}(:longest, :first * CASE WHEN :exponential
             THEN (1 << {least}(consecutive_failures, 20)) ELSE 1 END)}, {fold}, {counts}
     WHERE {owned} RETURNING {columns}""")
@@ -914,7 +914,8 @@ def fail_slice(
     """running → running without owner, next_run_at set, one failure more, the verdict decided here.
 
     Unrecoverable: verdict at once, whatever the count. Terminal, or the count at its limit:
-    retry_exhausted. Seq and redrives stay, so the same delivery can claim again.
+    retry_exhausted. A verdict on the row is never taken back. Seq and redrives stay, so the same delivery
+    can claim again.
     """
     with database.statement(database.alias(), what="fail") as connection:
         rows = _FAIL_SLICE.run(

@@ -100,7 +100,7 @@ class Worker:
         self.drain_timeout = config.DRAIN_TIMEOUT if drain_timeout is None else drain_timeout
         self.keeper = Keeper(self.owner)
         self.claimer = Claimer(self.owner, queues=queues, kinds=kinds)
-        self.listener = Listener(self.claimer.heard)
+        self.listener = Listener(self.claimer.heard, self._heard_cancel)
         self._stopping = threading.Event()
         self._draining = threading.Event()
         self._quiet = threading.Event()
@@ -140,6 +140,10 @@ class Worker:
     def has_threads_left(self) -> bool:
         """Whether slice threads still run after `run` has ended."""
         return any(thread.is_alive() for thread in self._threads)
+
+    def _heard_cancel(self, owner: str) -> None:
+        if owner == self.owner:
+            self.keeper.beat_now()
 
     # --- beginning and end
 

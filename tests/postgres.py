@@ -277,9 +277,9 @@ def end(postmaster: subprocess.Popen[bytes]) -> None:
 def end_users_of(folder: Path) -> None:
     """End what has `folder` in its environment: the command whose runner was killed, and its children.
 
-    SIGINT first, so that pytest tears its fixtures down; SIGKILL for what is left after ten seconds.
+    SIGINT first, so that pytest tears its fixtures down; SIGKILL for what is left after five seconds.
     """
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 5
     for pid in users_of(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGINT)
@@ -334,7 +334,7 @@ def usable_binaries(folder: Path, run_as: str | None) -> str:
 
 
 def copy_binaries(installed: Path, target: Path) -> Path:
-    """Copy the binaries, and beside them what the wheel holds of libraries: they look for each other there."""
+    """Copy the binaries and the wheel's libraries, in the places where they look for each other."""
     package = installed.parent
     copy = target / package.name / installed.name
     shutil.copytree(installed, copy, symlinks=True, ignore=shutil.ignore_patterns("include", "*.a"))

@@ -17,11 +17,12 @@ from django.db.models import Count, F, Value
 from django.db.models.functions import Concat
 from django.test import override_settings
 
-from durable_jobs import kinds, service, store
+from durable_jobs import jsontext, kinds, store
 from durable_jobs.exceptions import RetryAfter, TerminalError
 from durable_jobs.kinds import BatchKind, Done, Kind, Retry, Yield, register
-from durable_jobs.models import Job, JobEvent
+from durable_jobs.models import Job, JobEvent, uuid7
 from durable_jobs.runner import Outcome, SliceResult, run_slice
+from durable_jobs.store import NewJob
 from tests.connections import OtherConnection
 from tests.models import Depot, Leg, Parcel, Token
 from tests.postgres import wait_until
@@ -64,6 +65,23 @@ def batch_kind(**attributes: Any) -> type[BatchKind]:
         given["collection"] = lambda self, ctx: rows
     kinds._kinds.pop("tests.batch", None)
     return register(type("Made", (BatchKind,), given))
+
+
+def start(kind_class: type[Kind], input: Any = None) -> Job:
+    text = jsontext.encode(input, field="input", limit=2**20)
+    new = NewJob(
+        id=uuid7(),
+        kind=kind_class.name,
+        status="pending",
+        tenant="default",
+        organization=None,
+        queue="default",
+        input=text,
+        input_sha256=jsontext.sha256(text),
+    )
+    job = store.insert(new)
+    assert job is not None
+    return job
 
 
 @dataclass
@@ -109,7 +127,7 @@ def run(
     kind_class: type[Kind], input: Any = None, *, most: int = 100, job: Job | None = None, **how: int
 ) -> Ran:
     """Run all slices of a job; killed ones are repaired."""
-    ran = Ran(job or service.start(kind_class, input).job)
+    ran = Ran(job or start(kind_class, input))
     for _ in range(most):
         try:
             ran.results.append(one_slice(ran.job, **how))
@@ -179,9 +197,8 @@ class TestEveryRowOnce:
         ran = run(kind, **how)
         assert ran.job.status == "completed"
         assert done() == [1] * 15
-        assert seen == list(
-            Parcel.objects.order_by(*order, order and order[-1] in ("-pk", "-rank") and "-pk" or "pk")
-        )
+        follow = "-pk" if ran.job.checkpoint["order"][-1].startswith("-") else "pk"
+        assert seen == list(Parcel.objects.order_by(*order, follow))
         assert (ran.job.processed_count, ran.job.total_count) == (15, 15)
         assert ran.job.consecutive_failures == 0
 
@@ -204,7 +221,7 @@ class TestEveryRowOnce:
 
     def test_a_batch_that_fails_leaves_nothing_behind(self) -> None:
         parcels(7)
-        failing = iter([False, True, False, False, True, False])
+        failing = iter([False, True, False, True, False])
 
         def process(self: Any, ctx: Any, batch: list[Any]) -> None:
             mark(self, ctx, batch)
@@ -319,9 +336,8 @@ class TestChangesUnderneath:
     def test_until_empty_fails_when_the_collection_keeps_what_is_done(self) -> None:
         parcels(4)
         ran = run(batch_kind(collection=Parcel.objects.all(), passes="until_empty"))
-        assert (ran.job.status, ran.job.error_code) == ("failed", "retry_exhausted")
-        assert isinstance(ran.error, TerminalError)
-        assert ran.error.code == "collection_not_shrinking"
+        assert (ran.job.status, ran.job.error_code) == ("failed", "collection_not_shrinking")
+        assert ran.outcomes == [Outcome.FAILED]
         assert done() == [2] * 4
 
     def test_until_empty_of_rows_that_keep_coming_goes_on(self) -> None:
@@ -537,7 +553,7 @@ class TestLocks:
         rows = [Parcel.objects.create(rank=rank) for rank in range(9)]
         second_connection.enter(transaction.atomic())
         second_connection.run(Parcel.objects.filter(pk=rows[2].pk).update, rank=7)
-        job = service.start(batch_kind(collection=Parcel.objects.order_by("rank"), lock_rows=True)).job
+        job = start(batch_kind(collection=Parcel.objects.order_by("rank"), lock_rows=True))
         other = OtherConnection()
         try:
             slice_ = other.begin(one_slice, job)
@@ -719,7 +735,7 @@ class TestIterables:
     def test_every_slice_does_one_batch_at_least(self) -> None:
         def collection(self: Any, ctx: Any) -> Iterator[int]:
             time.sleep(0.02)
-            yield from range(6)
+            yield from range(5)
 
         kind = batch_kind(
             collection=collection,
@@ -870,7 +886,7 @@ class TestItemErrors:
             )
             ran = run(kind)
             assert ran.outcomes == [Outcome.RETRY, Outcome.RETRY, Outcome.FAILED]
-            assert ran.job.error_code == "retry_exhausted"
+            assert ran.job.verdict == "retry_exhausted"
             assert done() == [0] * 4
             assert ran.events == []
 
@@ -1093,17 +1109,15 @@ class TestCursorVersions:
         assert done() == [1] * 7
         assert ran.job.checkpoint["version"] == 2
 
-    def test_a_translation_that_does_not_fit_parks_the_job(self) -> None:
+    @pytest.mark.parametrize("wrong", [5, [1, 2, 3], "x"])
+    def test_a_translation_that_does_not_fit_parks_the_job(self, wrong: Any) -> None:
         job = self.begun()
-        for wrong in (5, [1, 2, 3], "x"):
-            kind = batch_kind(
-                collection=Parcel.objects.order_by("pk"),
-                cursor_version=2,
-                migrate_cursor=lambda self, old_version, cursor, wrong=wrong: wrong,
-            )
-            ran = run(kind, job=job)
-            self.assert_parked(ran, "does not fit")
-            service.redrive(job.id, actor="tests")
+        kind = batch_kind(
+            collection=Parcel.objects.order_by("pk"),
+            cursor_version=2,
+            migrate_cursor=lambda self, old_version, cursor: wrong,
+        )
+        self.assert_parked(run(kind, job=job), "does not fit")
 
     def test_none_begins_anew(self) -> None:
         job = self.begun()
@@ -1134,10 +1148,6 @@ class TestCursorVersions:
         )
         assert run(kind, job=job).job.status == "completed"
         assert asked == [(None, {"last": 2})]
-        parked = run(
-            batch_kind(collection=Parcel.objects.all()), job=service.start("tests.batch").job, stop_after=1
-        )
-        assert parked.job.status == "completed"
 
     def test_a_checkpoint_of_an_ordinary_kind_parks_the_job(self) -> None:
         class Before(Kind):
@@ -1182,7 +1192,7 @@ class TestLostLease:
 
 
 KILLED = """
-import sys, time
+import sys, time, uuid
 from django.db.models import F
 from durable_jobs import store
 from durable_jobs.kinds import BatchKind, register
@@ -1203,7 +1213,7 @@ class Made(BatchKind):
             print("row", flush=True)
             time.sleep(0.003)
 
-job = store.get(sys.argv[1])
+job = store.get(uuid.UUID(sys.argv[1]))
 run_slice(store.claim(job.id, job.continuation_seq, job.redrives, "tests:batch", 60), owner="tests:batch")
 """
 
@@ -1213,7 +1223,7 @@ def test_after_sigkill_nothing_is_repeated_and_nothing_skipped(processes: Proces
     """B168"""
     Parcel.objects.bulk_create(Parcel(rank=number % 5 or None, label=f"{number % 7}") for number in range(60))
     kind = batch_kind(collection=Parcel.objects.order_by("-rank", "label"), batch_size=2)
-    job = service.start(kind).job
+    job = start(kind)
     for _ in range(3):
         process = processes.python(KILLED, str(job.id))
         process.wait_for_output("row\n" * 8)

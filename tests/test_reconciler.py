@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from django.db import connection, connections, transaction
+from django.db import InterfaceError, connection, connections, transaction
 from django.test import override_settings
 
 from durable_jobs import kinds, reconciler, signals, store
@@ -583,6 +583,25 @@ def test_a_request_in_the_mailbox_of_live_work_goes_to_its_row(mender: Reconcile
     assert not CancelRequest.objects.exists()
 
 
+@pytest.mark.postgres_only
+def test_a_request_that_met_a_locked_row_is_not_lost(
+    mender: Reconciler, second_connection: OtherConnection
+) -> None:
+    """P11."""
+    job = make_job(kind=Parked)
+    second_connection.enter(transaction.atomic())
+    second_connection.run(lock, job)
+    assert store.request_cancel(job.id, scope=None) == "posted"
+    assert mender.tick() == Report()
+    second_connection.leave()
+    assert mender.tick().cancelled == 1
+    assert now(job).status == "cancelled"
+
+
+def lock(job: Job) -> None:
+    list(Job._base_manager.select_for_update(no_key=True).filter(pk=job.pk))
+
+
 def test_the_row_of_the_project_agrees_whoever_ends_the_job(mender: Reconciler, clock: Clock) -> None:
     parked, cancelled, waiting, deleted = (Shipment.objects.create() for _ in range(4))
     jobs = [
@@ -915,6 +934,23 @@ def test_an_error_of_the_kind_itself_is_counted(mender: Reconciler, clock: Clock
     assert (report.errors, report.parked, now(job).status) == (1, 0, "running")
 
 
+def test_an_outage_of_another_database_that_a_hook_met_is_one_rows_error(
+    mender: Reconciler, clock: Clock
+) -> None:
+    """B118."""
+
+    def meet() -> None:
+        raise InterfaceError("the warehouse is closed")
+
+    first, second = orphan(Interrupted), orphan(Parked)
+    mender.tick()
+    clock.skip(GRACE + 1)
+    Interrupted.on_decision = meet
+    report = mender.tick()
+    assert (report.parked, report.errors) == (1, 1)
+    assert (now(first).status, now(second).status) == ("running", "failed")
+
+
 def test_a_failure_to_publish_is_counted_and_changes_nothing(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -940,7 +976,7 @@ def test_a_row_that_somebody_holds_is_passed_over_and_named(
     """P10."""
     held, free = orphan(), orphan()
     second_connection.enter(transaction.atomic())
-    second_connection.run(lambda: list(Job._base_manager.select_for_update(no_key=True).filter(pk=held.pk)))
+    second_connection.run(lock, held)
     pid = second_connection.connection.connection.info.backend_pid
     assert passes(mender, clock).redriven == 1
     assert (now(held).status, now(free).status) == ("running", "pending")

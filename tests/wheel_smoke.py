@@ -101,7 +101,7 @@ def start_project(python: Path, folder: Path) -> Path:
         settings.write('\nINSTALLED_APPS += ["durable_jobs", "greetings"]\n')
         settings.write(
             'DATABASES["default"]["OPTIONS"] = '
-            '{"transaction_mode": "IMMEDIATE", "init_command": "PRAGMA journal_mode=WAL;"}\n'
+            '{"transaction_mode": "IMMEDIATE", "timeout": 20, "init_command": "PRAGMA journal_mode=WAL;"}\n'
         )
     return folder
 

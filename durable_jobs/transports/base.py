@@ -75,6 +75,12 @@ class BaseTransport(abc.ABC):
     def withdraw(self, job: Job) -> None:  # noqa: B027
         """Take the row's current delivery back if it has not begun. Best effort, never raises."""
 
+    def hint_cancel(self, job: Job) -> None:  # noqa: B027
+        """A cancel was requested on a running job: let its owner look now. Best effort, never raises."""
+
+    def wake(self) -> None:  # noqa: B027
+        """Anything may be due now, such as what a pause has held: let every worker look. Never raises."""
+
     @abc.abstractmethod
     def get_state(self, job: Job) -> State:
         """What became of the row's current delivery, as far as the transport knows."""

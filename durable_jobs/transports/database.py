@@ -64,7 +64,7 @@ class DatabaseTransport(BaseTransport):
                 return
             pair = Pair(job.queue_name, job.kind, job.priority)
             if self._trailer.is_first(pair, config.NOTIFY_DEBOUNCE):
-                _notify(connection, pair)
+                _notify(connection, list(pair))
             else:
                 # After the commit, so that a transaction rolled back wakes nobody.
                 transaction.on_commit(
@@ -72,6 +72,22 @@ class DatabaseTransport(BaseTransport):
                 )
         except Exception as error:
             tell(logger, logging.WARNING, "publish_failed", str(error), job_id=job.id)
+
+    def hint_cancel(self, job: Job) -> None:
+        """Wake the keeper of the process that runs the job, when the open transaction commits."""
+        self._tell({"cancel": job.lease_owner})
+
+    def wake(self) -> None:
+        """Wake all workers when the open transaction commits."""
+        self._tell(None)
+
+    def _tell(self, message: Any) -> None:
+        try:
+            connection = database.connection()
+            if connection.vendor == "postgresql" and not connection.needs_rollback:
+                _notify(connection, message)
+        except Exception as error:
+            tell(logger, logging.WARNING, "publish_failed", str(error))
 
     def get_state(self, job: Job) -> State:
         """Read from the row: it is the message."""
@@ -95,9 +111,10 @@ def _is_far_ahead(job: Job) -> bool:
     return (job.next_run_at - job.updated_at).total_seconds() > ANNOUNCED_AHEAD
 
 
-def _notify(connection: Any, pair: Pair) -> None:
+def _notify(connection: Any, message: Any) -> None:
+    """`[queue, kind, priority]`: due; `{"cancel": owner}`: look at your leases; `null`: look at everything."""
     with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_notify(%s, %s)", [CHANNEL, json.dumps(pair, ensure_ascii=False)])
+        cursor.execute("SELECT pg_notify(%s, %s)", [CHANNEL, json.dumps(message, ensure_ascii=False)])
 
 
 class _Trailer:
@@ -160,7 +177,7 @@ class _Trailer:
         try:
             connection_module.own("notify")
             for pair in pairs:
-                _notify(connections[using], pair)
+                _notify(connections[using], list(pair))
         except Exception as error:
             tell(logger, logging.WARNING, "publish_failed", str(error))
             connection_module.close()
@@ -171,14 +188,15 @@ class _Trailer:
 
 
 class Listener:
-    """LISTENs on a connection of its own (`LISTEN_DSN`, else as the jobs' database) and tells a callback.
+    """LISTENs on a connection of its own (`LISTEN_DSN`, else as the jobs' database) and tells what it hears.
 
-    The callback gets the pair of each notification, or None when one may have been missed (after each
-    connect). It reconnects with growing pauses; without it the worker merely polls.
+    `due` gets the pair that has work, or None when anything may be due or a notification may have been missed
+    (after each connect); `cancel` gets the owner whose lease was asked to stop. It reconnects with growing
+    pauses; without it the worker merely polls.
     """
 
-    def __init__(self, heard: Callable[[Pair | None], None]) -> None:
-        self._heard = heard
+    def __init__(self, due: Callable[[Pair | None], None], cancel: Callable[[str], None]) -> None:
+        self._due, self._cancel = due, cancel
         self._stopping = threading.Event()
         self._outage = Outage("listener", longest=5.0)
         self._thread: threading.Thread | None = None
@@ -211,10 +229,22 @@ class Listener:
             connection.execute(f"LISTEN {CHANNEL}")
             self._outage.over()
             self.connected.set()
-            self._heard(None)
+            self._due(None)
             while not self._stopping.is_set():
                 for notification in connection.notifies(timeout=LISTEN_SECONDS):
-                    self._heard(_pair(notification.payload))
+                    self._hear(notification.payload)
+
+    def _hear(self, payload: str) -> None:
+        try:
+            message = json.loads(payload)
+            if isinstance(message, dict):
+                self._cancel(str(message["cancel"]))
+                return
+            queue, kind, priority = message
+            self._due(Pair(str(queue), str(kind), int(priority)))
+        except (ValueError, TypeError, KeyError):
+            # From another release, or `null`: looking at everything is always right.
+            self._due(None)
 
     def _connect(self) -> Any:
         import psycopg
@@ -224,14 +254,6 @@ class Listener:
             return psycopg.connect(config.LISTEN_DSN, autocommit=True, **given)
         parameters = connection_module.own("listener").get_connection_params()
         return psycopg.connect(**{**parameters, "autocommit": True})
-
-
-def _pair(payload: str) -> Pair | None:
-    try:
-        queue, kind, priority = json.loads(payload)
-        return Pair(str(queue), str(kind), int(priority))
-    except (ValueError, TypeError):
-        return None
 
 
 class Claimer:
