@@ -79,17 +79,36 @@ class WriterLock:
         self._urgent: deque[object] = deque()
         self._normal: deque[object] = deque()
         self._held = False
+        self._holder = 0
+        self._urgent_turns = 0
         self._since = 0.0
         self._rest_until = 0.0
         self._spans: deque[tuple[float, float]] = deque()
 
     @contextmanager
     def turn(self, *, urgent: bool, timeout: float) -> Iterator[None]:
-        self._acquire(urgent, timeout)
+        with self._condition:
+            self._urgent_turns += urgent
         try:
-            yield
+            self._acquire(urgent, timeout)
+            try:
+                yield
+            finally:
+                self._release()
         finally:
-            self._release()
+            with self._condition:
+                self._urgent_turns -= urgent
+                self._condition.notify_all()
+
+    def give_way(self, timeout: float) -> None:
+        """Before a write that takes no turn: let beats go first, `timeout` seconds at most.
+
+        A thread that writes back to back keeps the interpreter between COMMIT and BEGIN, so that no other
+        thread of the process would ever find the file free.
+        """
+        with self._condition:
+            if self._urgent_turns and self._holder != threading.get_ident():
+                self._condition.wait_for(lambda: not self._urgent_turns, timeout)
 
     def _acquire(self, urgent: bool, timeout: float) -> None:
         ticket = object()
@@ -104,7 +123,7 @@ class WriterLock:
                     if not self._held and self._next() is ticket:
                         pause = 0.0 if urgent else self._rest_left(now)
                         if pause <= 0:
-                            self._held, self._since = True, now
+                            self._held, self._holder, self._since = True, threading.get_ident(), now
                             return
                     if now >= deadline:
                         raise OperationalError("database is locked (by writers of this process)")
@@ -133,7 +152,7 @@ class WriterLock:
 
     def _release(self) -> None:
         with self._condition:
-            self._held = False
+            self._held, self._holder = False, 0
             self._spans.append((self._since, time.monotonic()))
             self._condition.notify_all()
 

@@ -806,7 +806,7 @@ def claim_next(owner: str, limit: int, probes: Sequence[Probe], *, suspects: boo
             connection,
             owner=owner,
             floors=[probe.floor for probe in ordered],
-            ttls=[probe.ttl for probe in ordered],
+            ttls=[float(probe.ttl) for probe in ordered],
             suspects=suspects,
             **_probed(ordered),
         )
@@ -837,7 +837,8 @@ def beat_many(owner: str, leases: Sequence[Lease]) -> dict[UUID, Beat]:
             owner=owner,
             ids=[lease.job_id for lease in leases],
             epochs=[lease.epoch for lease in leases],
-            ttls=[lease.ttl for lease in leases],
+            # A list of ints and floats has no one type on PostgreSQL.
+            ttls=[float(lease.ttl) for lease in leases],
             leases=[[lease.job_id, lease.epoch, lease.ttl] for lease in leases],
         )
     return {_uuid(row[0]): Beat(*(bool(value) for value in row[1:5])) for row in rows}
