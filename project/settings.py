@@ -89,3 +89,4 @@ DURABLE_JOBS = {
 DEMO_LEASE_SECONDS = env.float("DEMO_LEASE_SECONDS", default=60.0)
 DEMO_BATCH_SIZE = env.int("DEMO_BATCH_SIZE", default=100)
 DEMO_PAUSE = env.float("DEMO_PAUSE", default=0.0)
+DEMO_FOLDER = Path(env.str("DEMO_FOLDER", default=str(BASE_DIR / ".demo")))

@@ -7,16 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import User
 from django.core.files.base import ContentFile
+from django.test import Client
+from django.urls import reverse
 
 from durable_jobs import service
 from durable_jobs.exceptions import LockKeyHeld
 from durable_jobs.models import Job, JobEvent
+from durable_jobs.reconciler import Reconciler
 from durable_jobs.testing import interrupt_after, kill_after, run, run_slice
+from project import settings as project_settings
 from project.demo import airports
 from project.demo.airports import FIELDS, BadFile
 from project.demo.jobs import AirportsImport, CsvImport, start_import
 from project.demo.models import Airport, ImportBatch, ImportedRow, ImportRun
+from project.demo.proof import examine
 
 pytestmark = pytest.mark.django_db
 
@@ -246,3 +252,141 @@ def test_reading_leaves_the_file_open_for_its_owner() -> None:
 def file_hash(imported: ImportRun) -> str:
     with imported.opened() as file:
         return airports.sha256(file)
+
+
+# --- the account of the demo ---
+
+
+@pytest.fixture
+def resumed(small_batches: None) -> tuple[ImportRun, Job]:
+    """An import of 35 airports that was killed once and has finished."""
+    imported = ImportRun.objects.create(source=Source.AIRPORTS)
+    job = start_import(imported, limit=35)
+    with kill_after(2), pytest.raises(KeyboardInterrupt):
+        run_slice(job)
+    Reconciler("test").repair_dead(service.get(job.pk).lease_owner)
+    return imported, finish(job)
+
+
+def broken(imported: ImportRun, job: Job) -> list[str]:
+    now = service.get(job.pk)
+    assert now is not None
+    return [finding.what for finding in examine(imported, now, limit=35) if not finding.holds]
+
+
+def test_an_import_that_was_killed_once_is_found_right(resumed: tuple[ImportRun, Job]) -> None:
+    assert broken(*resumed) == []
+
+
+def test_an_import_that_was_never_killed_proves_nothing(small_batches: None) -> None:
+    imported = ImportRun.objects.create(source=Source.AIRPORTS)
+    assert broken(imported, finish(start_import(imported, limit=35))) == ["times resumed"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (lambda run: run.airports.first().delete(), ["rows imported, equal to the data set"]),
+        (
+            lambda run: run.airports.filter(icao="00AA").update(name="x"),
+            ["rows imported, equal to the data set"],
+        ),
+        (
+            lambda run: Airport.objects.create(
+                icao="ZZZZZ", name="x", country="XX", latitude=0, longitude=0, last_run=run
+            ),
+            ["rows imported, equal to the data set"],
+        ),
+        (lambda run: ImportedRow.objects.first().delete(), ["rows skipped"]),
+        (
+            lambda run: ImportedRow.objects.create(batch=run.batches.first(), icao="00AA"),
+            ["rows applied twice"],
+        ),
+        (
+            lambda run: ImportBatch.objects.create(run=run, first="00AA", rows=10, lease_epoch=1),
+            ["batches repeated"],
+        ),
+        (lambda run: ImportRun.objects.update(rows_done=36), ["the import’s own row"]),
+        (lambda run: ImportRun.objects.update(status="running"), ["the import’s own row"]),
+    ],
+    ids=["lost", "changed", "foreign", "skipped", "twice", "repeated", "miscounted", "still open"],
+)
+def test_what_is_not_as_promised_is_found(
+    resumed: tuple[ImportRun, Job], spoil: Any, found: list[str]
+) -> None:
+    spoil(resumed[0])
+    assert broken(*resumed) == found
+
+
+# --- pages ---
+
+
+@pytest.fixture
+def site(settings: Any, client: Client) -> Client:
+    settings.ROOT_URLCONF = "project.urls"
+    settings.TEMPLATES = project_settings.TEMPLATES
+    settings.INSTALLED_APPS = [*settings.INSTALLED_APPS, "django.contrib.humanize"]
+    client.force_login(User.objects.create_superuser("anna"))
+    return client
+
+
+def post(site: Client, source: str, text: str | None = None) -> Any:
+    data: dict[str, Any] = {"source": source}
+    if text is not None:
+        data["file"] = ContentFile(text.encode(), "a.csv")
+    return site.post(reverse("admin:demo_importrun_add"), data, follow=True)
+
+
+def test_an_upload_starts_its_job_in_the_same_transaction(site: Client) -> None:
+    response = post(site, "csv", "\n".join([HEADER, *LINES]))
+    assert response.redirect_chain[-1][0] == reverse("admin:demo_importrun_changelist")
+    imported = ImportRun.objects.get()
+    job = Job.objects.for_subject(imported).get()
+    assert (imported.created_by.username, job.created_by.username) == ("anna", "anna")
+    assert finish(job).status == "completed"
+
+
+def test_an_import_beside_another_is_refused_with_a_message_and_leaves_nothing(
+    site: Client, media: Path
+) -> None:
+    post(site, "airports")
+    response = post(site, "csv", "\n".join([HEADER, *LINES]))
+    assert "Another import is not finished yet" in response.content.decode()
+    assert ImportRun.objects.count() == Job.objects.count() == 1
+    assert not [path for path in media.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "problem"),
+    [
+        ("csv", None, "Choose the file to import."),
+        ("csv", "icao,nme\nEDDF,x", "lacks the columns"),
+        ("airports", HEADER, "come without a file"),
+    ],
+)
+def test_a_wrong_upload_is_refused_in_the_form(
+    site: Client, source: str, text: str | None, problem: str
+) -> None:
+    assert problem in post(site, source, text).content.decode()
+    assert not ImportRun.objects.exists()
+
+
+def test_the_admin_shows_imports_and_airports_and_changes_no_import(site: Client) -> None:
+    job, imported = run_upload(HEADER, *LINES)
+    for name in ("importrun_changelist", "airport_changelist"):
+        assert site.get(reverse(f"admin:demo_{name}")).status_code == 200
+    page = site.get(reverse("admin:demo_importrun_change", args=[imported.pk])).content.decode()
+    assert "done" in page
+    assert 'name="_save"' not in page
+
+
+def test_the_home_page_shows_how_far_each_import_is(site: Client, small_batches: None) -> None:
+    assert "There is no import yet." in site.get("/").content.decode()
+    run_upload(HEADER, *LINES, "XXXX")
+    job = start_import(ImportRun.objects.create(source=Source.AIRPORTS), limit=35)
+    with interrupt_after(1):
+        run_slice(job)
+    page = site.get("/").content.decode()
+    assert "The table holds 13 airports." in page
+    assert '<progress max="35" value="10"' in page
+    assert "3 / 4, 1 skipped" in page

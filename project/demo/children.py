@@ -34,9 +34,16 @@ class Children:
         self.end()
 
     def start(
-        self, *arguments: str, environment: Mapping[str, str] | None = None, log: Path | None = None
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        quiet: bool = False,
     ) -> subprocess.Popen[bytes]:
-        """Start `manage.py` with these arguments; its output goes to the file `log`, or where ours goes."""
+        """Start `manage.py` with these arguments.
+
+        Its output goes to the file `log`, or where ours goes; with `quiet` only its errors go there.
+        """
         output = log.open("wb") if log else None
         try:
             child = subprocess.Popen(
@@ -44,7 +51,7 @@ class Children:
                 cwd=settings.BASE_DIR,
                 env={**os.environ, **(environment or {}), PARENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=subprocess.DEVNULL if quiet else output,
                 stderr=subprocess.STDOUT if output else None,
                 # A Ctrl-C at the terminal is for us: we end the children in our own order.
                 start_new_session=True,

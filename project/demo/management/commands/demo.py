@@ -41,7 +41,7 @@ from project.demo.jobs import AirportsImport, start_import
 from project.demo.models import Airport, ImportBatch, ImportedRow, ImportRun
 from project.demo.proof import Finding, examine
 
-FOLDER: Final = Path(settings.BASE_DIR) / ".demo"
+FOLDER: Final = Path(settings.DEMO_FOLDER)
 PREPARED: Final = "DEMO_PREPARED"
 ENVIRONMENT: Final = {
     "DATABASE_URL": f"sqlite:///{FOLDER / 'demo.sqlite3'}",
@@ -104,7 +104,7 @@ class Command(BaseCommand):
 @contextmanager
 def alone() -> Iterator[None]:
     """Keep a second demo from clearing the files of this one."""
-    FOLDER.mkdir(exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -65,7 +65,8 @@ class Command(BaseCommand):
 
     def _serve(self, children: Children, port: int, password: str) -> None:
         environment = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
-        site = children.start("runserver", "--noreload", f"127.0.0.1:{port}", environment=environment)
+        address = f"127.0.0.1:{port}"
+        site = children.start("runserver", "--noreload", address, environment=environment, quiet=True)
         worker, begun = children.start("runworker", environment=environment), time.monotonic()
         self._await_site(site, port)
         self._tell(port, password, worker.pid)
