@@ -174,7 +174,7 @@ class TestKill:
 
 
 KILLED_INSIDE_A_BATCH = """
-import os, signal, sys
+import os, signal, sys, uuid
 from django.conf import settings
 from durable_jobs import store
 from durable_jobs.runner import run_slice
@@ -190,7 +190,7 @@ def dies(self, ctx, batch):
         os.kill(os.getpid(), signal.SIGKILL)
 
 ImportCsv.process = dies
-run_slice(store.claim(sys.argv[1], 0, 0, "doomed", 60), owner="doomed")
+run_slice(store.claim(uuid.UUID(sys.argv[1]), 0, 0, "doomed", 60), owner="doomed")
 """
 
 
