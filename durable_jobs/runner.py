@@ -324,6 +324,8 @@ class SliceContext:
         self._hold.observe(cancel=requested)
         if self._on_commit is not None:
             self._on_commit()
+        if self._draining is not None and self._draining.is_set():
+            self.stop.set()
 
     def _keep_counts(self, counts: Counts) -> None:
         if counts.processed is not None:
@@ -369,6 +371,8 @@ def run_slice(
     hold = Hold(lease, max_slice_seconds=kind.max_slice_seconds, thread=threading.current_thread())
     if keeper is not None:
         keeper.hold(hold)
+    if draining is not None and draining.is_set():
+        hold.stop.set()
     try:
         return _Slice(kind, job, hold, keeper, draining, on_commit).run()
     finally:
@@ -598,7 +602,7 @@ class _Slice:
         try:
             job = self._persist(partial(store.release_lease, self.lease, self.kind.retry.first_delay))
         except Exception as second:
-            log("release_failed", self.job, level=logging.ERROR, exc_info=second)
+            log("release_failed", self.job, level=logging.ERROR, error=second)
             return SliceResult(Outcome.RETRY, None, error)
         return SliceResult(Outcome.RETRY, job, error) if job else self._lost()
 
