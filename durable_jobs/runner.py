@@ -23,6 +23,7 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DatabaseError, InterfaceError, connections
 
+from durable_jobs import connection as own_connection
 from durable_jobs import database, jsontext, kinds, lifecycle, signals, store
 from durable_jobs.conf import config
 from durable_jobs.exceptions import (
@@ -438,17 +439,7 @@ class _Slice:
 
     def _leave_clean(self) -> None:
         """A transaction that a step left open, or a connection it broke, must not carry the outcome."""
-        connection = connections[self.ctx.alias]
-        if connection.in_atomic_block and not any(block._from_testcase for block in connection.atomic_blocks):
-            connection.close()
-            connection.in_atomic_block = False
-            connection.savepoint_ids, connection.atomic_blocks = [], []
-            connection.needs_rollback = False
-        elif not connection.in_atomic_block and connection.connection is not None:
-            if connection.errors_occurred:
-                database.drop_broken(self.ctx.alias)
-            if connection.connection is not None and not connection.get_autocommit():
-                connection.close()
+        own_connection.leave_clean(connections[self.ctx.alias])
 
     # --- outcomes ---
 
