@@ -17,13 +17,15 @@ logger = logging.getLogger("durable_jobs.connection")
 KEEPALIVES = {"keepalives": 1, "keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
 """A peer that vanished is noticed within a minute instead of hours."""
 CONNECT_TIMEOUT = 5
+GIVE_WAY_SECONDS = 1.0
 
 
 def own(name: str) -> BaseDatabaseWrapper:
     """Make this thread's connection to the jobs' database one for a long life; `name` shows on the server.
 
     On PostgreSQL: TCP keepalives, READ COMMITTED, a connection of its own beside the project's pool. The
-    project's other threads keep their settings. Nothing is connected yet.
+    project's other threads keep their settings. On SQLite, a write of the project's own lets the beats of this
+    process go first. Nothing is connected yet.
     """
     connection = connections[database.alias()]
     if getattr(connection, "durable_jobs_own", False):
@@ -33,9 +35,20 @@ def own(name: str) -> BaseDatabaseWrapper:
     settings["CONN_MAX_AGE"] = None
     if connection.vendor == "postgresql":
         settings["OPTIONS"] = _postgresql_options(settings["OPTIONS"], name)
+    if connection.vendor == "sqlite":
+        connection.execute_wrappers.append(_give_way)
     connection.settings_dict = settings
     connection.durable_jobs_own = True
     return connection
+
+
+def _give_way(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
+    connection = context["connection"]
+    raw = connection.connection
+    # Only where no transaction is open: a thread that holds the file must not wait for anybody.
+    if (raw is None or not raw.in_transaction) and not sql.startswith(("SELECT", "PRAGMA")):
+        database.writer_lock(connection).give_way(GIVE_WAY_SECONDS)
+    return execute(sql, params, many, context)
 
 
 def _postgresql_options(given: dict[str, Any], name: str) -> dict[str, Any]:

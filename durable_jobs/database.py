@@ -31,6 +31,8 @@ logger = logging.getLogger("durable_jobs")
 
 JOB_TABLE = "durable_jobs_job"
 BEGIN_RETRY_SECONDS = 0.001
+URGENT_RETRY_SECONDS = 0.0002
+"""A beat has to hit the short gap between two transactions of a writer that does not queue here."""
 BUSY_WINDOW_SECONDS = 1.0
 BUSY_LIMIT_SECONDS = 0.7
 REST_SECONDS = 0.11
@@ -77,17 +79,36 @@ class WriterLock:
         self._urgent: deque[object] = deque()
         self._normal: deque[object] = deque()
         self._held = False
+        self._holder = 0
+        self._urgent_turns = 0
         self._since = 0.0
         self._rest_until = 0.0
         self._spans: deque[tuple[float, float]] = deque()
 
     @contextmanager
     def turn(self, *, urgent: bool, timeout: float) -> Iterator[None]:
-        self._acquire(urgent, timeout)
+        with self._condition:
+            self._urgent_turns += urgent
         try:
-            yield
+            self._acquire(urgent, timeout)
+            try:
+                yield
+            finally:
+                self._release()
         finally:
-            self._release()
+            with self._condition:
+                self._urgent_turns -= urgent
+                self._condition.notify_all()
+
+    def give_way(self, timeout: float) -> None:
+        """Before a write that takes no turn: let beats go first, `timeout` seconds at most.
+
+        A thread that writes back to back keeps the interpreter between COMMIT and BEGIN, so that no other
+        thread of the process would ever find the file free.
+        """
+        with self._condition:
+            if self._urgent_turns and self._holder != threading.get_ident():
+                self._condition.wait_for(lambda: not self._urgent_turns, timeout)
 
     def _acquire(self, urgent: bool, timeout: float) -> None:
         ticket = object()
@@ -102,7 +123,7 @@ class WriterLock:
                     if not self._held and self._next() is ticket:
                         pause = 0.0 if urgent else self._rest_left(now)
                         if pause <= 0:
-                            self._held, self._since = True, now
+                            self._held, self._holder, self._since = True, threading.get_ident(), now
                             return
                     if now >= deadline:
                         raise OperationalError("database is locked (by writers of this process)")
@@ -131,7 +152,7 @@ class WriterLock:
 
     def _release(self) -> None:
         with self._condition:
-            self._held = False
+            self._held, self._holder = False, 0
             self._spans.append((self._since, time.monotonic()))
             self._condition.notify_all()
 
@@ -166,7 +187,7 @@ def transaction(
         timeout = float(connection.settings_dict["OPTIONS"].get("timeout", 5.0))
     started = time.monotonic()
     with writer_lock(connection).turn(urgent=urgent, timeout=timeout):
-        block = _begin_immediate(connection, using, started + timeout)
+        block = _begin_immediate(connection, using, started + timeout, urgent)
         try:
             yield connection
         except BaseException as error:
@@ -175,7 +196,7 @@ def transaction(
         block.__exit__(None, None, None)
 
 
-def _begin_immediate(connection: Any, using: str, deadline: float) -> OwnAtomic:
+def _begin_immediate(connection: Any, using: str, deadline: float, urgent: bool) -> OwnAtomic:
     """Begin with our own retry every millisecond: SQLite's busy handler naps longer and longer."""
     connection.ensure_connection()
     raw = connection.connection
@@ -191,7 +212,7 @@ def _begin_immediate(connection: Any, using: str, deadline: float) -> OwnAtomic:
             except OperationalError as error:
                 if not is_locked(error) or time.monotonic() >= deadline:
                     raise
-            time.sleep(BEGIN_RETRY_SECONDS)
+            time.sleep(URGENT_RETRY_SECONDS if urgent else BEGIN_RETRY_SECONDS)
     finally:
         connection.transaction_mode = mode
         if connection.connection is raw:

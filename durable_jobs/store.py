@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import json
+import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -126,6 +127,9 @@ class Beat(NamedTuple):
     mine: bool
     cancel: bool
     paused: bool
+
+
+_LOST: Final = Beat(renewed=False, mine=False, cancel=False, paused=False)
 
 
 class Orphan(NamedTuple):
@@ -592,7 +596,8 @@ _REDRIVE = _statement("""
 _SETTLE = _statement("""
     UPDATE {job} SET {end_unmirrored}, verdict = CASE WHEN {requested} IS NULL THEN verdict END,
         status = CASE WHEN {requested} IS NULL THEN 'failed' ELSE 'cancelled' END,
-        cancel_requested_at = {requested}, error_class = coalesce(error_class, 'terminal')
+        {fold}, error_class = CASE WHEN {requested} IS NULL THEN coalesce(error_class, 'terminal')
+            ELSE error_class END
     WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND (:any OR (c.tenant_id = :tenant
             AND coalesce(c.organization_id, '') = coalesce(:organization, ''))) AND c.mirror_attempts > 0
         AND (c.status IN ('held', 'pending') OR (c.status = 'running' AND (c.lease_owner IS NULL
@@ -725,7 +730,8 @@ def insert(new: NewJob) -> Job | None:
 def insert_many(rows: Sequence[NewJob]) -> dict[UUID, Job]:
     """→ pending or held, many in one statement; what met a taken key is missing from the answer.
 
-    Give the rows sorted by key: two transactions that insert the same keys in opposite order deadlock.
+    They are inserted in the order of their keys: two statements that take the same keys in opposite order
+    deadlock. So would two transactions that call this twice.
     """
     using = database.alias()
     if not _insert_many:
@@ -733,7 +739,7 @@ def insert_many(rows: Sequence[NewJob]) -> dict[UUID, Job]:
         _insert_many.append(_statement(text, _INSERT_MANY_SQLITE))
     with _joining(using) as connection:
         sent = []
-        for number, new in enumerate(rows):
+        for number, new in enumerate(sorted(rows, key=_by_key)):
             row = {**asdict(new), "n": number, "id": _plain(connection, new.id)}
             row["progress_job_id"] = _plain(connection, new.progress_job_id)
             row["created_by"] = _plain(connection, new.created_by)
@@ -741,6 +747,11 @@ def insert_many(rows: Sequence[NewJob]) -> dict[UUID, Job]:
             sent.append(row)
         inserted = _jobs(connection, _insert_many[0].run(connection, rows=_JsonRows(sent)))
     return {job.id: job for job in inserted}
+
+
+def _by_key(new: NewJob) -> tuple[str, ...]:
+    scope = (new.tenant, new.organization or "")
+    return (*scope, new.kind, new.idempotency_key or "", new.lock_key or "")
 
 
 class _JsonRows(str):
@@ -791,9 +802,7 @@ def is_due(probes: Sequence[Probe], *, suspects: bool = True) -> bool:
     return bool(_IS_DUE.run(connection, **_probed(probes), suspects=suspects))
 
 
-def claim_next(
-    owner: str, limit: int, probes: Sequence[Probe], *, suspects: bool = True
-) -> list[Claimed]:
+def claim_next(owner: str, limit: int, probes: Sequence[Probe], *, suspects: bool = True) -> list[Claimed]:
     """pending or running without owner, due → running: never more than `limit`, highest priority first.
 
     `suspects=False` leaves out what was orphaned since its last commit.
@@ -802,13 +811,14 @@ def claim_next(
         return []
     using = database.alias()
     size = max(size for size in _CLAIM_SIZES if size <= limit)
-    ordered = sorted(probes, key=lambda probe: -probe.priority)
+    # Chance decides among equals: SQLite takes the probes as they come, and a backlog would starve the rest.
+    ordered = sorted(probes, key=lambda probe: (-probe.priority, random.random()))
     with database.statement(using, what="claim_next") as connection:
         rows = _CLAIM_NEXT[size].run(
             connection,
             owner=owner,
             floors=[probe.floor for probe in ordered],
-            ttls=[probe.ttl for probe in ordered],
+            ttls=[float(probe.ttl) for probe in ordered],
             suspects=suspects,
             **_probed(ordered),
         )
@@ -829,7 +839,7 @@ def give_back(lease: Lease) -> Job | None:
 def beat_many(owner: str, leases: Sequence[Lease]) -> dict[UUID, Beat]:
     """running → running: renew all leases of one owner in one statement that waits for no row.
 
-    A row locked by somebody is not renewed but still mine. A job missing from the answer is lost.
+    A row locked by somebody is not renewed but still mine. Each lease has its answer; a lost one is not mine.
     """
     if not leases:
         return {}
@@ -839,10 +849,12 @@ def beat_many(owner: str, leases: Sequence[Lease]) -> dict[UUID, Beat]:
             owner=owner,
             ids=[lease.job_id for lease in leases],
             epochs=[lease.epoch for lease in leases],
-            ttls=[lease.ttl for lease in leases],
+            # A list of ints and floats has no one type on PostgreSQL.
+            ttls=[float(lease.ttl) for lease in leases],
             leases=[[lease.job_id, lease.epoch, lease.ttl] for lease in leases],
         )
-    return {_uuid(row[0]): Beat(*(bool(value) for value in row[1:5])) for row in rows}
+    beats = {lease.job_id: _LOST for lease in leases}  # SQLite answers for the renewed ones only
+    return beats | {_uuid(row[0]): Beat(*(bool(value) for value in row[1:5])) for row in rows}
 
 
 def strangers(owner: str, known: Collection[UUID]) -> list[tuple[UUID, int]]:

@@ -82,3 +82,7 @@ TEMPLATES = [
 
 # A test gives the processes that it starts settings of their own (`processes.start(..., settings={...})`).
 DURABLE_JOBS = {**json.loads(env.str("DURABLE_JOBS_TEST_SETTINGS", default="{}"))}
+
+DEMO_LEASE_SECONDS = env.float("DEMO_LEASE_SECONDS", default=60.0)
+DEMO_BATCH_SIZE = env.int("DEMO_BATCH_SIZE", default=100)
+DEMO_PAUSE = 0.0
