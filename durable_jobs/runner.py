@@ -275,7 +275,7 @@ class SliceContext:
             return
         self._unwritten = counts
         now = time.monotonic()
-        if now - self._progress_written < PROGRESS_SECONDS or connections[self.alias].in_atomic_block:
+        if now - self._progress_written < PROGRESS_SECONDS or database.in_transaction(self.alias):
             return
         self._progress_written = now
         requested = store.set_progress(self.lease, counts)
