@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import enum
 import logging
 from typing import Any
 
 from django.db import connections, reset_queries
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import TransactionManagementError
 
 from durable_jobs import database
 from durable_jobs.logs import tell
@@ -80,27 +82,68 @@ def close(connection: BaseDatabaseWrapper | None = None) -> None:
 def clean() -> None:
     """Make this thread's connections as new: what a step has left open is rolled back or closed."""
     for connection in connections.all(initialized_only=True):
-        if connection.connection is None:
-            continue
-        try:
-            if _is_in_transaction(connection):
-                tell(logger, logging.WARNING, "transaction_left_open", "closed", alias=connection.alias)
-                close(connection)
-                continue
-            connection.close_at = None
-            connection.close_if_unusable_or_obsolete()
-        except Exception as error:
-            tell(logger, logging.WARNING, "connection_dropped", str(error), alias=connection.alias)
-            close(connection)
+        leave_clean(connection)
     reset_queries()
 
 
-def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    if connection.in_atomic_block or not connection.get_autocommit():
-        return True
+class Leftover(enum.Enum):
+    """What somebody else's code left on a connection."""
+
+    NOTHING = "nothing"
+    TRANSACTION = "an open transaction"
+    BROKEN = "a connection that does not work"
+
+
+def leave_clean(connection: BaseDatabaseWrapper) -> Leftover:
+    """Make one connection as new, and answer what was on it.
+
+    An open transaction is rolled back, what broke is closed. The blocks that Django's TestCase opened stay.
+    """
+    if any(database.is_testcases(block) for block in connection.atomic_blocks):
+        return _leave_blocks(connection)
+    found = _found_on(connection)
+    if found is not Leftover.NOTHING:
+        event = "transaction_left_open" if found is Leftover.TRANSACTION else "connection_dropped"
+        tell(logger, logging.WARNING, event, "closed", alias=connection.alias)
+        close(connection)
+    elif connection.in_atomic_block or _autocommit_is_off(connection):
+        close(connection)
+    elif connection.errors_occurred:
+        if connection.is_usable():
+            connection.errors_occurred = False
+        else:
+            found = Leftover.BROKEN
+            close(connection)
+    return found
+
+
+def _leave_blocks(connection: BaseDatabaseWrapper) -> Leftover:
+    found = Leftover.NOTHING
+    while not database.is_testcases(connection.atomic_blocks[-1]):
+        found = Leftover.TRANSACTION
+        error = TransactionManagementError("This block was left open.")
+        connection.atomic_blocks[-1].__exit__(TransactionManagementError, error, None)
+    return found
+
+
+_IDLE, _UNKNOWN = 0, 4
+"""libpq's PQTRANS_IDLE and PQTRANS_UNKNOWN; what lies between is some open transaction."""
+
+
+def _found_on(connection: BaseDatabaseWrapper) -> Leftover:
     raw: Any = connection.connection
-    if connection.vendor == "sqlite":
-        return bool(raw.in_transaction)
-    if connection.vendor == "postgresql" and hasattr(raw, "info"):
-        return bool(raw.info.transaction_status)
-    return False
+    if raw is None:
+        return Leftover.NOTHING
+    try:
+        if connection.vendor == "sqlite":
+            return Leftover.TRANSACTION if raw.in_transaction else Leftover.NOTHING
+        status = _UNKNOWN if raw.closed else int(raw.info.transaction_status)
+    except Exception:
+        return Leftover.BROKEN
+    if status == _IDLE:
+        return Leftover.NOTHING
+    return Leftover.BROKEN if status == _UNKNOWN else Leftover.TRANSACTION
+
+
+def _autocommit_is_off(connection: BaseDatabaseWrapper) -> bool:
+    return connection.connection is not None and not connection.autocommit

@@ -23,9 +23,10 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DatabaseError, InterfaceError, connections
 
+from durable_jobs import connection as own_connection
 from durable_jobs import database, jsontext, kinds, lifecycle, signals, store
 from durable_jobs.conf import config
-from durable_jobs.database import Leftover
+from durable_jobs.connection import Leftover
 from durable_jobs.exceptions import (
     CODE_LENGTH,
     MESSAGE_LENGTH,
@@ -330,7 +331,7 @@ class SliceContext:
         self._unwritten = store.NO_COUNTS
 
     def _may_write_alone(self) -> bool:
-        return not _in_event_loop() and not connections[self.alias].in_atomic_block
+        return not _in_event_loop() and not database.in_transaction(self.alias)
 
     def _counts(
         self, advance: int, processed: int | None, total: int | Sentinel | None, message: str | None
@@ -371,6 +372,8 @@ class SliceContext:
         self._hold.observe(cancel=requested)
         if self._on_commit is not None:
             self._on_commit()
+        if self._draining is not None and self._draining.is_set():
+            self.stop.set()
 
     def _keep_counts(self, counts: Counts) -> None:
         if counts.processed is not None:
@@ -418,6 +421,8 @@ def run_slice(
     hold = Hold(lease, max_slice_seconds=kind.max_slice_seconds, thread=threading.current_thread())
     if keeper is not None:
         keeper.hold(hold)
+    if draining is not None and draining.is_set():
+        hold.stop.set()
     try:
         return _Slice(kind, job, hold, keeper, draining, on_commit).run()
     finally:
@@ -495,10 +500,7 @@ class _Slice:
 
     def _clear(self) -> Leftover:
         """What a step left on the connection must not carry the outcome."""
-        left = database.clear(self.ctx.alias)
-        if left is not Leftover.NOTHING:
-            log("left_on_connection", self.job, level=logging.WARNING, left=left.value)
-        return left
+        return own_connection.leave_clean(connections[self.ctx.alias])
 
     def _not_recorded(self, error: BaseException) -> SliceResult:
         """The outcome could not be written, and no outage is to blame: counted, so that it ends some day."""
@@ -568,7 +570,7 @@ class _Slice:
         try:
             store.beat_many(self.lease.owner, [self.lease])
         except Exception:
-            database.clear(self.ctx.alias)
+            self._clear()
             return False
         return True
 
@@ -751,9 +753,7 @@ class _Slice:
                 if not (database.is_outage(error) or database.is_conflict(error)):
                     raise
                 # A connection that was cut before, unnoticed, is worth a second try in any case.
-                cut_off = (
-                    database.clear(self.ctx.alias) is Leftover.BROKEN or self._connection() is not before
-                )
+                cut_off = self._clear() is Leftover.BROKEN or self._connection() is not before
                 if not self.patient and (self.retried or not cut_off):
                     raise
                 if not self.retried:
