@@ -275,7 +275,7 @@ class SliceContext:
             return
         self._unwritten = counts
         now = time.monotonic()
-        if now - self._progress_written < PROGRESS_SECONDS or connections[self.alias].in_atomic_block:
+        if now - self._progress_written < PROGRESS_SECONDS or database.in_transaction(self.alias):
             return
         self._progress_written = now
         requested = store.set_progress(self.lease, counts)
@@ -325,6 +325,8 @@ class SliceContext:
         self._hold.observe(cancel=requested)
         if self._on_commit is not None:
             self._on_commit()
+        if self._draining is not None and self._draining.is_set():
+            self.stop.set()
 
     def _keep_counts(self, counts: Counts) -> None:
         if counts.processed is not None:
@@ -370,6 +372,8 @@ def run_slice(
     hold = Hold(lease, max_slice_seconds=kind.max_slice_seconds, thread=threading.current_thread())
     if keeper is not None:
         keeper.hold(hold)
+    if draining is not None and draining.is_set():
+        hold.stop.set()
     try:
         return _Slice(kind, job, hold, keeper, draining, on_commit).run()
     finally:

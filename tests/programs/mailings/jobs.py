@@ -14,43 +14,28 @@ class SendMailing(Kind):
 
     def step(self, ctx):
         mailing = Mailing.objects.get(pk=ctx.input["mailing"])
-        mails = Mail.objects.filter(mailing=mailing).order_by("pk")
+        mails = Mail.objects.filter(mailing=mailing)
         ctx.progress(total=mails.count())
-        while not ctx.should_yield():
-            batch = list(mails.filter(state="sending")) or reserve(ctx, mails)
-            if not batch:
-                return Done()
-            deliver(ctx, mailing, batch)
-        return Yield()
+        while mail := mails.filter(state__in=["queued", "sending"]).order_by("pk").first():
+            if ctx.should_yield():
+                return Yield()
+            deliver(ctx, mailing, mail)
+        return Done()
 
 
-def reserve(ctx, mails):
-    """Write down whom we are about to mail, before anybody is."""
-    with ctx.fenced():
-        batch = list(mails.filter(state="queued")[:50])
-        mails.filter(pk__in=[mail.pk for mail in batch]).update(state="sending")
-    return batch
-
-
-def deliver(ctx, mailing, batch):
-    sent, refused = [], []
-    try:
-        for mail in batch:
-            if ctx.stop.is_set():
-                break
-            try:
-                provider.send(
-                    mail.address, mailing.subject, mailing.text, key=ctx.effect_key("mail", mail.pk)
-                )
-            except provider.Refused:
-                refused.append(mail.pk)
-            else:
-                sent.append(mail.pk)
-    finally:  # whatever ends the loop, those who were mailed were mailed
+def deliver(ctx, mailing, mail):
+    row = Mail.objects.filter(pk=mail.pk)
+    if mail.state == "queued":
         with ctx.fenced():
-            Mail.objects.filter(pk__in=sent).update(state="sent")
-            Mail.objects.filter(pk__in=refused).update(state="refused")
-            ctx.save_checkpoint(advance=len(sent) + len(refused))
+            row.update(state="sending")  # before the provider hears of it
+    try:
+        provider.send(mail.address, mailing.subject, mailing.text, key=ctx.effect_key("mail", mail.pk))
+        state = "sent"
+    except provider.Refused:
+        state = "refused"
+    with ctx.fenced():
+        row.update(state=state)
+        ctx.save_checkpoint(advance=1)
 
 
 def start_mailing(mailing, created_by=None):

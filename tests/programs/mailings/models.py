@@ -19,4 +19,10 @@ class Mail(models.Model):
 
     class Meta:
         constraints = [models.UniqueConstraint(fields=["mailing", "address"], name="one_mail_per_address")]
-        indexes = [models.Index(fields=["mailing", "state", "id"])]
+        indexes = [
+            models.Index(
+                fields=["mailing", "id"],
+                condition=models.Q(state__in=["queued", "sending"]),
+                name="mails_to_send",
+            )
+        ]

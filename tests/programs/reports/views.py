@@ -2,11 +2,10 @@ from django.contrib.auth.decorators import login_required
 from django.core.files.storage import default_storage
 from django.http import FileResponse, Http404, JsonResponse
 from django.shortcuts import redirect
-from django.utils import timezone
 from django.views.decorators.http import require_POST
 
 from durable_jobs import service
-from durable_jobs.explain import phase
+from durable_jobs.explain import current_phase
 
 from .jobs import YearReport
 
@@ -27,7 +26,7 @@ def create(request, year):
 @login_required
 def status(request, job_id):
     job = own_job(request, job_id)
-    answer = {"phase": phase(job, timezone.now()), "percent": job.percent, "result": job.result}
+    answer = {"phase": current_phase(job), "percent": job.percent, "result": job.result}
     if job.status == "failed":
         answer["message"] = "The report could not be made. We have been told."
     return JsonResponse(answer)
