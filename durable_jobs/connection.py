@@ -98,7 +98,9 @@ def clean() -> None:
 
 def leave_clean(connection: BaseDatabaseWrapper) -> None:
     """Make one connection as new: close it if a transaction is open on it (but TestCase's), or if it broke."""
-    if connection.connection is None or any(block._from_testcase for block in connection.atomic_blocks):
+    if connection.connection is None or any(
+        database.is_testcases(block) for block in connection.atomic_blocks
+    ):
         return
     try:
         if _is_in_transaction(connection):

@@ -395,7 +395,11 @@ class Worker:
             return code
         self._say(f"Not waiting any longer for {_listed(left)}; their leases run out by themselves.")
         for task in left:
-            facts = {"job_id": task.job.id, "epoch": task.lease.epoch, "thread": task.thread}
+            facts: dict[str, Any] = {
+                "job_id": task.job.id,
+                "epoch": task.lease.epoch,
+                "thread": task.thread,
+            }
             tell(logger, logging.ERROR, "slice_left_running", **facts)
         return EXIT_STILL_RUNNING
 

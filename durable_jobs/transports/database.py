@@ -252,7 +252,10 @@ class Listener:
         import psycopg
 
         if config.LISTEN_DSN is not None:
-            given = {**connection_module.KEEPALIVES, "connect_timeout": connection_module.CONNECT_TIMEOUT}
+            given: dict[str, Any] = {
+                **connection_module.KEEPALIVES,
+                "connect_timeout": connection_module.CONNECT_TIMEOUT,
+            }
             return psycopg.connect(config.LISTEN_DSN, autocommit=True, **given)
         parameters = connection_module.own("listener").get_connection_params()
         return psycopg.connect(**{**parameters, "autocommit": True})
@@ -392,7 +395,7 @@ class Claimer:
         for route in routes:
             pair = Pair(route.queue, route.kind, route.priority)
             if pair.kind in known and self._is_chosen(pair.queue):
-                found[pair] = now + route.due_in
+                found[pair] = now + route.due_in if route.due_in > 0 else None
         self.answers += 1
         with self._guard:
             # Without floors until the next claim: a row that committed late may lie below its pair's.
@@ -428,7 +431,7 @@ class Claimer:
         version = self._read_version()
         with self._guard:
             changed = self._changed or version != self._version or (suspects and not self._suspects)
-            if not changed and not self._probes_due():
+            if not changed and not self._has_come_due():
                 return []
             self._changed, self._suspects = False, suspects
         self._sweep()
@@ -442,7 +445,7 @@ class Claimer:
         self._version, self._changed = None, True
         return [one.job for one in claimed]
 
-    def _probes_due(self) -> bool:
+    def _has_come_due(self) -> bool:
         now = time.monotonic()
         return any(moment is not None and moment <= now for moment in self._due_at.values())
 
