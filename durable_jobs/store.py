@@ -218,6 +218,19 @@ def _snippets(vendor: str) -> Mapping[str, str]:
         "unpaused": """NOT EXISTS (SELECT 1 FROM durable_jobs_pause p
             WHERE (p.queue_name = '' OR p.queue_name = c.queue_name)
               AND (p.kind = '' OR p.kind = c.kind) AND (p.tenant_id = '' OR p.tenant_id = c.tenant_id))""",
+        # Asked of the route, so that a paused backlog is not walked row by row.
+        "open": """NOT EXISTS (SELECT 1 FROM durable_jobs_pause p WHERE p.tenant_id = ''
+            AND (p.queue_name = '' OR p.queue_name = {queue}) AND (p.kind = '' OR p.kind = {kind}))""",
+        "queue": "g.queue" if vendor == "postgresql" else "json_extract(g.value, '$[0]')",
+        "kind": "g.kind" if vendor == "postgresql" else "json_extract(g.value, '$[1]')",
+        "wanted": (
+            "(:any OR c.queue_name = ANY(:queues)) AND c.kind = ANY(:kinds) AND c.queue_name <> 'manual'"
+            if vendor == "postgresql"
+            else """(:any OR c.queue_name IN (SELECT value FROM json_each(:queues)))
+                AND c.kind IN (SELECT value FROM json_each(:kinds)) AND c.queue_name <> 'manual'"""
+        ),
+        "by_running": "" if vendor == "postgresql" else "INDEXED BY durable_jobs_running",
+        "by_cancelling": "" if vendor == "postgresql" else "INDEXED BY durable_jobs_cancelling",
         # Poison takes its neighbours along: a process that runs one suspect claims no second.
         "fit": "{unpaused} AND (:suspects OR c.redrives_since_commit = 0)",
         "paused": """EXISTS (SELECT 1 FROM durable_jobs_pause p
@@ -330,7 +343,7 @@ def _claim_next(size: int) -> Statement:
     WITH g AS MATERIALIZED (
         SELECT * FROM unnest(:queues, :kinds, :priorities, :floors, :ttls)
             AS g(queue, kind, priority, floor, ttl)
-        ORDER BY priority DESC, random()),
+        WHERE {{open}} ORDER BY priority DESC, random()),
     due AS MATERIALIZED (
         SELECT ready.id AS due_id, ready.next_run_at AS due_at, g.ttl AS due_ttl FROM g CROSS JOIN LATERAL (
             SELECT c.id, c.next_run_at FROM {{job}} c
@@ -351,7 +364,7 @@ def _claim_next(size: int) -> Statement:
         SELECT c.id FROM json_each(:probes) g CROSS JOIN {{job}} c INDEXED BY durable_jobs_ready
         WHERE c.queue_name = json_extract(g.value, '$[0]') AND c.kind = json_extract(g.value, '$[1]')
             AND c.priority = json_extract(g.value, '$[2]') AND c.next_run_at IS NOT NULL
-            AND c.next_run_at <= {{index_now}} AND {{fit}}
+            AND c.next_run_at <= {{index_now}} AND {{open}} AND {{fit}}
         LIMIT {size})
     RETURNING {{columns}}, NULL""",
     )
@@ -361,14 +374,19 @@ _CLAIM_NEXT = {size: _claim_next(size) for size in _CLAIM_SIZES}
 
 _IS_DUE = _statement(
     """
-    SELECT 1 FROM unnest(:queues, :kinds, :priorities) AS g(queue, kind, priority) JOIN {job} c
-        ON c.queue_name = g.queue AND c.kind = g.kind AND c.priority = g.priority
-    WHERE c.next_run_at IS NOT NULL AND c.next_run_at <= {index_now} AND {fit} LIMIT 1""",
+    WITH g AS MATERIALIZED (
+        SELECT * FROM unnest(:queues, :kinds, :priorities) AS g(queue, kind, priority) WHERE {open})
+    SELECT 1 FROM g CROSS JOIN LATERAL (
+        SELECT 1 FROM {job} c
+        WHERE c.queue_name = g.queue AND c.kind = g.kind AND c.priority = g.priority
+            AND c.next_run_at IS NOT NULL AND c.next_run_at <= {index_now} AND {fit}
+        ORDER BY c.next_run_at LIMIT 1) ready
+    LIMIT 1""",
     """
     SELECT 1 FROM json_each(:probes) g CROSS JOIN {job} c INDEXED BY durable_jobs_ready
     WHERE c.queue_name = json_extract(g.value, '$[0]') AND c.kind = json_extract(g.value, '$[1]')
         AND c.priority = json_extract(g.value, '$[2]') AND c.next_run_at IS NOT NULL
-        AND c.next_run_at <= {index_now} AND {fit} LIMIT 1""",
+        AND c.next_run_at <= {index_now} AND {open} AND {fit} LIMIT 1""",
 )
 
 _ROUTES = _statement(
@@ -530,7 +548,7 @@ _CANCEL_WAITING = _statement("""
         {skip_locked})
     AND (cancel_requested_at IS NOT NULL OR {mailbox}) RETURNING {columns}""")
 _CANCELLING = _statement("""
-    SELECT id, kind, {asked} FROM {job}
+    SELECT id, kind, {asked} FROM {job} {by_cancelling}
     WHERE cancel_requested_at IS NOT NULL AND finished_at IS NULL
         AND (status <> 'running' OR lease_owner IS NULL) AND queue_name <> :manual AND {sweep}
     ORDER BY id LIMIT :batch""")
@@ -539,7 +557,7 @@ _CANCELLING = _statement("""
 _ORPHANS = _statement("""
     SELECT id, kind, tenant_id, organization_id, lease_owner, lease_epoch, lease_expires_at,
         cancel_requested_at IS NOT NULL OR {mailbox}, verdict, redrives_since_commit, {overdue}
-    FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL AND queue_name <> :manual
+    FROM {job} {by_running} WHERE status = 'running' AND lease_owner IS NOT NULL AND queue_name <> :manual
         AND lease_expires_at < {before :grace} AND {sweep}
         AND (cancel_requested_at IS NOT NULL OR {mailbox} OR NOT {paused})
     ORDER BY id LIMIT :batch""")
@@ -637,14 +655,19 @@ _LEASED = _statement("""
         AND (:tenant = '' OR tenant_id = :tenant)""")
 _NOW = _statement("SELECT {now}")
 
+# What ended is never read: a sorted look at the ready index, after the running rows.
 _UNFINISHED = _statement(
-    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running') AND (:any OR queue_name = ANY(:queues))
-        AND queue_name <> 'manual' AND kind = ANY(:kinds)
-        AND (next_run_at IS NULL OR next_run_at <= {now} OR attempts > 0) LIMIT 1""",
-    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running') AND queue_name <> 'manual'
-        AND (:any OR queue_name IN (SELECT value FROM json_each(:queues)))
-        AND kind IN (SELECT value FROM json_each(:kinds))
-        AND (next_run_at IS NULL OR next_run_at <= {now} OR attempts > 0) LIMIT 1""",
+    """
+    SELECT 1 WHERE EXISTS (
+        SELECT 1 FROM {job} c WHERE c.status = 'running' AND {wanted})
+    OR (SELECT c.id FROM {job} c WHERE c.next_run_at IS NOT NULL AND {wanted}
+            AND (c.next_run_at <= {index_now} OR c.attempts > 0)
+        ORDER BY c.queue_name, c.kind, c.priority, c.next_run_at LIMIT 1) IS NOT NULL""",
+    """
+    SELECT 1 WHERE EXISTS (
+        SELECT 1 FROM {job} c INDEXED BY durable_jobs_running WHERE c.status = 'running' AND {wanted})
+    OR EXISTS (SELECT 1 FROM {job} c INDEXED BY durable_jobs_ready WHERE c.next_run_at IS NOT NULL AND {wanted}
+            AND (c.next_run_at <= {index_now} OR c.attempts > 0))""",
 )
 
 
