@@ -70,6 +70,11 @@ def phase(job: Job, now: datetime, pauses: Collection[Pause] = ()) -> Phase:
     return Phase.SCHEDULED if job.next_run_at is not None and job.next_run_at > now else Phase.WAITING
 
 
+def current_phase(job: Job) -> Phase:
+    """The job's phase now, by the database's clock and with the pauses that are there."""
+    return phase(job, store.now(), list(Pause.objects.using(database.alias())))
+
+
 def matching(job: Job, pauses: Collection[Pause]) -> list[Pause]:
     """The pauses that hold this job back."""
     return [

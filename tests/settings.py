@@ -47,6 +47,11 @@ INSTALLED_APPS = [
     "durable_jobs",
     "project.demo",
     "tests",
+    "tests.programs.imports",
+    "tests.programs.mailings",
+    "tests.programs.orders",
+    "tests.programs.people",
+    "tests.programs.reports",
 ]
 
 MIDDLEWARE = [

@@ -184,6 +184,11 @@ def letter(job_id: UUID, name: str, seconds_ago: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def post_letter(job_id: UUID, name: str = "by-mail", seconds_ago: float = 400) -> None:
+    """Put one such request into the mailbox."""
+    insert_raw(letter(job_id, name, seconds_ago), table="durable_jobs_cancelrequest")
+
+
 def insert_raw(*rows: Mapping[str, Any], table: str = "durable_jobs_job") -> None:
     """INSERT exactly these columns."""
     names = ", ".join(f'"{name}"' for name in rows[0])
