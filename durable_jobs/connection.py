@@ -80,19 +80,26 @@ def close(connection: BaseDatabaseWrapper | None = None) -> None:
 def clean() -> None:
     """Make this thread's connections as new: what a step has left open is rolled back or closed."""
     for connection in connections.all(initialized_only=True):
-        if connection.connection is None:
-            continue
-        try:
-            if _is_in_transaction(connection):
-                tell(logger, logging.WARNING, "transaction_left_open", "closed", alias=connection.alias)
-                close(connection)
-                continue
-            connection.close_at = None
-            connection.close_if_unusable_or_obsolete()
-        except Exception as error:
-            tell(logger, logging.WARNING, "connection_dropped", str(error), alias=connection.alias)
-            close(connection)
+        leave_clean(connection)
     reset_queries()
+
+
+def leave_clean(connection: BaseDatabaseWrapper) -> None:
+    """Make one connection as new: close it if a transaction is open on it (but TestCase's), or if it broke."""
+    if connection.connection is None or any(block._from_testcase for block in connection.atomic_blocks):
+        return
+    try:
+        if _is_in_transaction(connection):
+            tell(logger, logging.WARNING, "transaction_left_open", "closed", alias=connection.alias)
+            close(connection)
+        elif connection.errors_occurred:
+            if connection.is_usable():
+                connection.errors_occurred = False
+            else:
+                close(connection)
+    except Exception as error:
+        tell(logger, logging.WARNING, "connection_dropped", str(error), alias=connection.alias)
+        close(connection)
 
 
 def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:

@@ -71,14 +71,15 @@ def cancel(
 def cancel_waiting(kind: Kind | None, job_id: UUID, *, actor: str = "") -> Job | None:
     """pending, held, or waiting for a retry → cancelled, if that was requested. No kind: no hooks."""
     record = partial(_record_cancelled, actor, hooks_skipped=kind is None)
-    return _end(kind, partial(store.cancel_waiting, job_id), "job_cancelled", record)
+    transition = partial(store.cancel_waiting, job_id, mirrored=kind is not None)
+    return _end(kind, transition, "job_cancelled", record)
 
 
 def cancel_orphan(
     kind: Kind | None, orphan: Orphan, *, grace: float, dead: bool = False, actor: str = ""
 ) -> Job | None:
     """An orphan with a cancel request → cancelled. No kind: no hooks."""
-    transition = partial(store.cancel_orphan, orphan, grace=grace, dead=dead)
+    transition = partial(store.cancel_orphan, orphan, grace=grace, dead=dead, mirrored=kind is not None)
     record = partial(_record_cancelled, actor, worker_gone=True, hooks_skipped=kind is None)
     return _end(kind, transition, "job_cancelled", record)
 
@@ -99,7 +100,15 @@ def park_orphan(
         data = {"hooks_skipped": True} if kind is None else None
         store.add_event(job, "parked", owner=orphan.owner, actor=actor, code=code, message=message, data=data)
 
-    transition = partial(store.park_orphan, orphan, grace=grace, code=code, message=message, dead=dead)
+    transition = partial(
+        store.park_orphan,
+        orphan,
+        grace=grace,
+        code=code,
+        message=message,
+        dead=dead,
+        mirrored=kind is not None,
+    )
     return _end(kind, transition, "job_parked", record)
 
 

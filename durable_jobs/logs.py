@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-
 _TAKEN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "event"}
 
 

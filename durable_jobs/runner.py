@@ -23,6 +23,7 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DatabaseError, InterfaceError, connections
 
+from durable_jobs import connection as own_connection
 from durable_jobs import database, jsontext, kinds, lifecycle, signals, store
 from durable_jobs.conf import config
 from durable_jobs.exceptions import (
@@ -324,6 +325,8 @@ class SliceContext:
         self._hold.observe(cancel=requested)
         if self._on_commit is not None:
             self._on_commit()
+        if self._draining is not None and self._draining.is_set():
+            self.stop.set()
 
     def _keep_counts(self, counts: Counts) -> None:
         if counts.processed is not None:
@@ -369,6 +372,8 @@ def run_slice(
     hold = Hold(lease, max_slice_seconds=kind.max_slice_seconds, thread=threading.current_thread())
     if keeper is not None:
         keeper.hold(hold)
+    if draining is not None and draining.is_set():
+        hold.stop.set()
     try:
         return _Slice(kind, job, hold, keeper, draining, on_commit).run()
     finally:
@@ -434,17 +439,7 @@ class _Slice:
 
     def _leave_clean(self) -> None:
         """A transaction that a step left open, or a connection it broke, must not carry the outcome."""
-        connection = connections[self.ctx.alias]
-        if connection.in_atomic_block and not any(block._from_testcase for block in connection.atomic_blocks):
-            connection.close()
-            connection.in_atomic_block = False
-            connection.savepoint_ids, connection.atomic_blocks = [], []
-            connection.needs_rollback = False
-        elif not connection.in_atomic_block and connection.connection is not None:
-            if connection.errors_occurred:
-                database.drop_broken(self.ctx.alias)
-            if connection.connection is not None and not connection.get_autocommit():
-                connection.close()
+        own_connection.leave_clean(connections[self.ctx.alias])
 
     # --- outcomes ---
 
@@ -598,7 +593,7 @@ class _Slice:
         try:
             job = self._persist(partial(store.release_lease, self.lease, self.kind.retry.first_delay))
         except Exception as second:
-            log("release_failed", self.job, level=logging.ERROR, exc_info=second)
+            log("release_failed", self.job, level=logging.ERROR, error=second)
             return SliceResult(Outcome.RETRY, None, error)
         return SliceResult(Outcome.RETRY, job, error) if job else self._lost()
 

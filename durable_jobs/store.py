@@ -175,7 +175,7 @@ _TYPES: dict[str, str] = {
     "checkpoint": "text", "keep_checkpoint": "boolean", "result": "text",
     "processed": "bigint", "total": "bigint", "keep_total": "boolean", "message": "text",
     "error_class": "text", "code": "text", "error_type": "text", "error_message": "text",
-    "parked": "boolean", "forced": "boolean", "restart": "boolean",
+    "parked": "boolean", "mirrored": "boolean", "forced": "boolean", "restart": "boolean",
     "queues": "text[]", "kinds": "text[]", "priorities": "int[]", "floors": "timestamptz[]",
     "probes": "json", "manual": "text", "leases": "json", "rows": "json", "known": "uuid[]", "batch": "int",
     "idle": "text", "actor": "text", "actor_id": "text", "reason": "text", "event": "text",
@@ -229,7 +229,7 @@ def _snippets(vendor: str) -> Mapping[str, str]:
             pending_since = NULL, next_run_at = NULL, updated_at = {now}, {fold}""",
         # B49: an ordinary expired lease, not none, so that every reader of expiry sees the same thing.
         "let_go": "lease_owner = NULL, lease_expires_at = {now}, updated_at = {now}",
-        "end": "{end_unmirrored}, domain_mirrored_at = {now}",
+        "end": "{end_unmirrored}, domain_mirrored_at = CASE WHEN :mirrored THEN {now} END",
         "end_unmirrored": """lease_owner = NULL, lease_expires_at = {now}, next_run_at = NULL,
             pending_since = NULL, finished_at = {now}, updated_at = {now}""",
         "cancel": """status = 'cancelled', {end}, verdict = NULL,
@@ -957,7 +957,7 @@ def release_lease(lease: Lease, delay: float) -> Job | None:
 def complete(lease: Lease, result: str | None, counts: Counts = NO_COUNTS) -> Job | None:
     """running → completed. Owner and epoch, and no verdict on the row."""
     connection = database.connection()
-    rows = _COMPLETE.run(connection, **_named(lease), **_laid_over(counts), result=result)
+    rows = _COMPLETE.run(connection, **_named(lease), **_laid_over(counts), result=result, mirrored=True)
     return _one(connection, rows)
 
 
@@ -966,21 +966,28 @@ def fail_terminal(
 ) -> Job | None:
     """running → failed (with `parked` it waits for a human). Epoch alone: the lease may be let go already."""
     connection = database.connection()
-    rows = _FAIL_TERMINAL.run(connection, id=job_id, epoch=epoch, parked=parked, **_error(facts))
+    rows = _FAIL_TERMINAL.run(
+        connection, id=job_id, epoch=epoch, parked=parked, mirrored=True, **_error(facts)
+    )
     return _one(connection, rows)
 
 
 def cancel_running(job_id: UUID, epoch: int, counts: Counts = NO_COUNTS) -> Job | None:
     """running → cancelled, by epoch alone. A step that cancels itself stamps the request."""
     connection = database.connection()
-    job = _one(connection, _CANCEL_RUNNING.run(connection, id=job_id, epoch=epoch, **_laid_over(counts)))
+    job = _one(
+        connection,
+        _CANCEL_RUNNING.run(connection, id=job_id, epoch=epoch, mirrored=True, **_laid_over(counts)),
+    )
     return _emptied(connection, job)
 
 
-def cancel_waiting(job_id: UUID) -> Job | None:
+def cancel_waiting(job_id: UUID, *, mirrored: bool = True) -> Job | None:
     """pending, held, or running without owner → cancelled, if a cancel was requested."""
     connection = database.connection()
-    return _emptied(connection, _one(connection, _CANCEL_WAITING.run(connection, id=job_id)))
+    return _emptied(
+        connection, _one(connection, _CANCEL_WAITING.run(connection, id=job_id, mirrored=mirrored))
+    )
 
 
 def _emptied(connection: BaseDatabaseWrapper, job: Job | None) -> Job | None:
@@ -1077,17 +1084,23 @@ def take_orphan(orphan: Orphan, *, grace: float, delay: float, dead: bool = Fals
     return _one(connection, rows)
 
 
-def park_orphan(orphan: Orphan, *, grace: float, code: str, message: str, dead: bool = False) -> Job | None:
+def park_orphan(
+    orphan: Orphan, *, grace: float, code: str, message: str, dead: bool = False, mirrored: bool = True
+) -> Job | None:
     """orphan of work that is not paused → failed and parked with `code`; everything restated, no cancel."""
     connection = database.connection()
-    rows = _PARK_ORPHAN.run(connection, **_orphaned(orphan, grace, dead), code=code, message=message)
+    rows = _PARK_ORPHAN.run(
+        connection, **_orphaned(orphan, grace, dead), code=code, message=message, mirrored=mirrored
+    )
     return _one(connection, rows)
 
 
-def cancel_orphan(orphan: Orphan, *, grace: float, dead: bool = False) -> Job | None:
+def cancel_orphan(orphan: Orphan, *, grace: float, dead: bool = False, mirrored: bool = True) -> Job | None:
     """orphan with a cancel request → cancelled; a lease renewed since it was seen is left alone."""
     connection = database.connection()
-    job = _one(connection, _CANCEL_ORPHAN.run(connection, **_orphaned(orphan, grace, dead)))
+    job = _one(
+        connection, _CANCEL_ORPHAN.run(connection, **_orphaned(orphan, grace, dead), mirrored=mirrored)
+    )
     return _emptied(connection, job)
 
 

@@ -404,7 +404,7 @@ def test_without_a_listener_looking_finds_everything(settings: Any, how: str) ->
         while not (claimed := claimer.claim(1)) and time.monotonic() < began + 3:
             claimer.wait(0.1)
         assert ids(claimed) == {job.id}
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 2
     finally:
         listener.stop()
 
