@@ -98,11 +98,6 @@ def refuse_borrowed(using: str, what: str) -> None:
         raise TransactionOwned(what)
 
 
-def in_transaction(using: str) -> bool:
-    """Whether a transaction is open here; the block that Django's TestCase opens does not count."""
-    return any(not is_testcases(block) for block in connections[using].atomic_blocks)
-
-
 class WriterLock:
     """A fair lock for the writers of one SQLite file in this process; beats overtake the rest.
 
@@ -396,7 +391,7 @@ def _autocommit_is_off(connection: BaseDatabaseWrapper) -> bool:
 def discard(connection: BaseDatabaseWrapper) -> None:
     """Close it and forget its transaction. Inside a block Django's own close() would keep the closed connection."""
     connection.in_atomic_block = False
-    connection.savepoint_ids, connection.atomic_blocks = [], []
+    connection.savepoint_ids, connection.atomic_blocks, connection.run_on_commit = [], [], []
     connection.needs_rollback = connection.closed_in_transaction = False
     try:
         connection.close()
