@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import enum
 import logging
 from typing import Any
 
 from django.db import connections, reset_queries
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.transaction import TransactionManagementError
 
 from durable_jobs import database
 from durable_jobs.logs import tell
@@ -20,6 +18,7 @@ KEEPALIVES = {"keepalives": 1, "keepalives_idle": 30, "keepalives_interval": 10,
 """A peer that vanished is noticed within a minute instead of hours."""
 CONNECT_TIMEOUT = 5
 GIVE_WAY_SECONDS = 1.0
+_GIVEN = "_durable_jobs_given_settings"
 
 
 def own(name: str) -> BaseDatabaseWrapper:
@@ -30,9 +29,10 @@ def own(name: str) -> BaseDatabaseWrapper:
     process go first. Nothing is connected yet.
     """
     connection = connections[database.alias()]
-    if getattr(connection, "durable_jobs_own", False):
+    if hasattr(connection, _GIVEN):
         return connection
     close(connection)
+    setattr(connection, _GIVEN, connection.settings_dict)
     settings = copy.copy(connection.settings_dict)
     settings["CONN_MAX_AGE"] = None
     if connection.vendor == "postgresql":
@@ -40,8 +40,18 @@ def own(name: str) -> BaseDatabaseWrapper:
     if connection.vendor == "sqlite":
         connection.execute_wrappers.append(_give_way)
     connection.settings_dict = settings
-    connection.durable_jobs_own = True
     return connection
+
+
+def disown() -> None:
+    """Close this thread's connection and give it the project's own settings back."""
+    connection = connections[database.alias()]
+    close(connection)
+    if hasattr(connection, _GIVEN):
+        connection.settings_dict = getattr(connection, _GIVEN)
+        delattr(connection, _GIVEN)
+        if _give_way in connection.execute_wrappers:
+            connection.execute_wrappers.remove(_give_way)
 
 
 def _give_way(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
@@ -65,85 +75,18 @@ def _postgresql_options(given: dict[str, Any], name: str) -> dict[str, Any]:
 
 def close(connection: BaseDatabaseWrapper | None = None) -> None:
     """Close this thread's connection to the jobs' database, whatever its state; the next use connects."""
-    connection = connections[database.alias()] if connection is None else connection
-    raw = connection.connection
-    # What a block that was never left has noted would otherwise refuse every later connection.
-    connection.in_atomic_block = connection.needs_rollback = connection.closed_in_transaction = False
-    connection.savepoint_ids, connection.atomic_blocks, connection.run_on_commit = [], [], []
-    try:
-        connection.close()
-    except Exception as error:
-        tell(logger, logging.DEBUG, "close_failed", str(error))
-        connection.connection = None
-    if raw is not None and connection.connection is raw:
-        connection.connection = None
+    database.discard(connections[database.alias()] if connection is None else connection)
 
 
 def clean() -> None:
-    """Make this thread's connections as new: what a step has left open is rolled back or closed."""
+    """Make this thread's connections as new: what a step has left open on any of them is rolled back."""
     for connection in connections.all(initialized_only=True):
-        leave_clean(connection)
+        try:
+            left = database.clear(connection.alias)
+        except Exception as error:
+            tell(logger, logging.WARNING, "connection_dropped", str(error), alias=connection.alias)
+            database.discard(connection)
+            continue
+        if left is not database.Leftover.NOTHING:
+            tell(logger, logging.WARNING, "left_on_connection", left.value, alias=connection.alias)
     reset_queries()
-
-
-class Leftover(enum.Enum):
-    """What somebody else's code left on a connection."""
-
-    NOTHING = "nothing"
-    TRANSACTION = "an open transaction"
-    BROKEN = "a connection that does not work"
-
-
-def leave_clean(connection: BaseDatabaseWrapper) -> Leftover:
-    """Make one connection as new, and answer what was on it.
-
-    An open transaction is rolled back, what broke is closed. The blocks that Django's TestCase opened stay.
-    """
-    if any(database.is_testcases(block) for block in connection.atomic_blocks):
-        return _leave_blocks(connection)
-    found = _found_on(connection)
-    if found is not Leftover.NOTHING:
-        event = "transaction_left_open" if found is Leftover.TRANSACTION else "connection_dropped"
-        tell(logger, logging.WARNING, event, "closed", alias=connection.alias)
-        close(connection)
-    elif connection.in_atomic_block or _autocommit_is_off(connection):
-        close(connection)
-    elif connection.errors_occurred:
-        if connection.is_usable():
-            connection.errors_occurred = False
-        else:
-            found = Leftover.BROKEN
-            close(connection)
-    return found
-
-
-def _leave_blocks(connection: BaseDatabaseWrapper) -> Leftover:
-    found = Leftover.NOTHING
-    while not database.is_testcases(connection.atomic_blocks[-1]):
-        found = Leftover.TRANSACTION
-        error = TransactionManagementError("This block was left open.")
-        connection.atomic_blocks[-1].__exit__(TransactionManagementError, error, None)
-    return found
-
-
-_IDLE, _UNKNOWN = 0, 4
-"""libpq's PQTRANS_IDLE and PQTRANS_UNKNOWN; what lies between is some open transaction."""
-
-
-def _found_on(connection: BaseDatabaseWrapper) -> Leftover:
-    raw: Any = connection.connection
-    if raw is None:
-        return Leftover.NOTHING
-    try:
-        if connection.vendor == "sqlite":
-            return Leftover.TRANSACTION if raw.in_transaction else Leftover.NOTHING
-        status = _UNKNOWN if raw.closed else int(raw.info.transaction_status)
-    except Exception:
-        return Leftover.BROKEN
-    if status == _IDLE:
-        return Leftover.NOTHING
-    return Leftover.BROKEN if status == _UNKNOWN else Leftover.TRANSACTION
-
-
-def _autocommit_is_off(connection: BaseDatabaseWrapper) -> bool:
-    return connection.connection is not None and not connection.autocommit

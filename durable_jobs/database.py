@@ -7,6 +7,7 @@ process, taken only *before* BEGIN, never inside an open transaction.
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 import re
@@ -34,8 +35,8 @@ BEGIN_RETRY_SECONDS = 0.001
 URGENT_RETRY_SECONDS = 0.0002
 """A beat has to hit the short gap between two transactions of a writer that does not queue here."""
 
-_IN_ERROR = 3
-"""libpq's PQTRANS_INERROR: the transaction can only be rolled back."""
+_ACTIVE, _IN_TRANSACTION, _IN_ERROR, _UNKNOWN = 1, 2, 3, 4
+"""What libpq calls PQTRANS_…: the state of a PostgreSQL connection."""
 
 BUSY_WINDOW_SECONDS = 1.0
 BUSY_LIMIT_SECONDS = 0.7
@@ -95,11 +96,6 @@ def refuse_borrowed(using: str, what: str) -> None:
     # With autocommit off the end of a block commits nothing.
     if not connection.in_atomic_block and not connection.get_autocommit():
         raise TransactionOwned(what)
-
-
-def in_transaction(using: str) -> bool:
-    """Whether a transaction is open here; the block that Django's TestCase opens does not count."""
-    return any(not is_testcases(block) for block in connections[using].atomic_blocks)
 
 
 class WriterLock:
@@ -341,6 +337,67 @@ def drop_broken(using: str) -> None:
     # A cut connection cannot end its transaction: Django's bookkeeping of it goes with it.
     if not connection.in_atomic_block and not connection.is_usable():
         connection.close()
+
+
+class Leftover(enum.Enum):
+    """What somebody else's code left on a connection."""
+
+    NOTHING = "nothing"
+    TRANSACTION = "an open transaction"
+    BROKEN = "a connection that does not work"
+
+
+def clear(using: str) -> Leftover:
+    """Bring this thread's connection back to autocommit with nothing open; answer what was on it.
+
+    An open transaction is rolled back. The blocks that Django's TestCase opened stay.
+    """
+    connection = connections[using]
+    blocks = connection.atomic_blocks
+    if any(is_testcases(block) for block in blocks):
+        found = Leftover.NOTHING
+        while not is_testcases(blocks[-1]):
+            found = Leftover.TRANSACTION
+            error = TransactionManagementError("This block was left open.")
+            blocks[-1].__exit__(TransactionManagementError, error, None)
+        return found
+    found = _left_on(connection)
+    if found is not Leftover.NOTHING or connection.in_atomic_block or _autocommit_is_off(connection):
+        discard(connection)
+    elif connection.errors_occurred:
+        connection.close_if_unusable_or_obsolete()
+    return found
+
+
+def _left_on(connection: BaseDatabaseWrapper) -> Leftover:
+    raw = connection.connection
+    if raw is None:
+        return Leftover.NOTHING
+    try:
+        if connection.vendor == "sqlite":
+            return Leftover.TRANSACTION if raw.in_transaction else Leftover.NOTHING
+        status = _UNKNOWN if raw.closed else raw.info.transaction_status
+    except Exception:
+        return Leftover.BROKEN
+    if status in (_ACTIVE, _IN_TRANSACTION, _IN_ERROR):
+        return Leftover.TRANSACTION
+    return Leftover.BROKEN if status == _UNKNOWN else Leftover.NOTHING
+
+
+def _autocommit_is_off(connection: BaseDatabaseWrapper) -> bool:
+    return connection.connection is not None and not connection.autocommit
+
+
+def discard(connection: BaseDatabaseWrapper) -> None:
+    """Close it and forget its transaction. Inside a block Django's own close() would keep the closed connection."""
+    connection.in_atomic_block = False
+    connection.savepoint_ids, connection.atomic_blocks, connection.run_on_commit = [], [], []
+    connection.needs_rollback = connection.closed_in_transaction = False
+    try:
+        connection.close()
+    except Exception as error:
+        logger.debug("A connection could not be closed: %s", error)
+    connection.connection = None
 
 
 # --- statements -----------------------------------------------------------------------------------------

@@ -23,10 +23,9 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DatabaseError, InterfaceError, connections
 
-from durable_jobs import connection as own_connection
 from durable_jobs import database, jsontext, kinds, lifecycle, signals, store
 from durable_jobs.conf import config
-from durable_jobs.connection import Leftover
+from durable_jobs.database import Leftover
 from durable_jobs.exceptions import (
     CODE_LENGTH,
     MESSAGE_LENGTH,
@@ -500,7 +499,10 @@ class _Slice:
 
     def _clear(self) -> Leftover:
         """What a step left on the connection must not carry the outcome."""
-        return own_connection.leave_clean(connections[self.ctx.alias])
+        left = database.clear(self.ctx.alias)
+        if left is not Leftover.NOTHING:
+            log("left_on_connection", self.job, level=logging.WARNING, left=left.value)
+        return left
 
     def _not_recorded(self, error: BaseException) -> SliceResult:
         """The outcome could not be written, and no outage is to blame: counted, so that it ends some day."""
@@ -570,7 +572,7 @@ class _Slice:
         try:
             store.beat_many(self.lease.owner, [self.lease])
         except Exception:
-            self._clear()
+            database.clear(self.ctx.alias)
             return False
         return True
 
@@ -753,7 +755,9 @@ class _Slice:
                 if not (database.is_outage(error) or database.is_conflict(error)):
                     raise
                 # A connection that was cut before, unnoticed, is worth a second try in any case.
-                cut_off = self._clear() is Leftover.BROKEN or self._connection() is not before
+                cut_off = (
+                    database.clear(self.ctx.alias) is Leftover.BROKEN or self._connection() is not before
+                )
                 if not self.patient and (self.retried or not cut_off):
                     raise
                 if not self.retried:
