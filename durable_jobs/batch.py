@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from durable_jobs.runner import SliceContext
 
 UNTIL_EMPTY: Final = "until_empty"
-SKIP_AT_ONCE: Final = 10_000
+WIND_AT_ONCE: Final = 10_000
 """How many items an iterable is wound forward before a stop is looked for."""
 
 
@@ -49,11 +49,10 @@ class BatchKind(Kind):
       batch's transaction. Order it by columns that do not change while the job runs. The highest key at the
       beginning is the end, so a table that grows meanwhile ends; rows that appear behind the cursor (random
       keys, late commits) are not seen in that pass. `passes = "until_empty"` begins again until a pass finds
-      nothing,
-      for a collection whose filter leaves out what is done; `passes = n` goes through it n times.
+      nothing, for a collection whose filter leaves out what is done; `passes = n` goes through it n times.
     - or an iterable that gives the same items in the same order each time, such as the lines of a file. It
-    resumes by position (sequences by slicing) and is closed (`close()`) at the end of each slice. Keep the
-    file's size or hash in the job's input and compare.
+      resumes by position (sequences by slicing) and is closed (`close()`) at the end of each slice. Keep the
+      file's size or hash in the job's input and compare.
 
     With `lock_rows` the rows of a batch are locked (FOR NO KEY UPDATE on PostgreSQL; on SQLite nobody else
     writes anyway). Every slice does one batch at least.
@@ -65,14 +64,14 @@ class BatchKind(Kind):
     whole are not asked about. More than `max_skipped` items in one pass park the job as `too_many_skipped`.
 
     Raise `cursor_version` when a change of the collection makes old cursors wrong: a job with a cursor of
-    another version, or of another ordering, is parked as `cursor_version` unless `migrate_cursor` translates
-    it.
+    another version is parked as `cursor_version` unless `migrate_cursor` translates it. So is a job whose
+    cursor has the right version but another ordering: nobody said what it means now.
 
     The checkpoint is an object: `version` (the cursor_version), `order` (the columns, null for an iterable),
     `pass` (from 1), `cursor` (the key of the last row, or the number of items done), `end` (the last key of
     this pass), `found` and `skipped` (items of this pass), `before` (end, found and skipped of the pass
-    before, or null). A key is a list of values; dates, Decimals, UUIDs and the like are objects of one entry,
-    `{"uuid": "…"}`.
+    before, or null). A key is a list of values as the database driver gives them; dates, Decimals, UUIDs and
+    the like are objects of one entry, `{"uuid": "…"}`.
 
     What cannot be read so fails the job as terminal with the code `bad_collection`; `collection_changed` says
     that an iterable has become shorter than what was done, `collection_not_shrinking` that an until-empty
@@ -381,7 +380,8 @@ class _Slice:
         return True
 
     def _process(self, items: list[Any]) -> None:
-        if isinstance(self.kind.process(self.ctx, items), Outcome):
+        process: Callable[..., Any] = self.kind.process
+        if isinstance(process(self.ctx, items), Outcome):
             raise _refused(
                 "process returned an outcome, but inside the batch's transaction there is only finishing and "
                 "raising. Return Yield from before_batch, or raise RetryAfter.",
@@ -600,7 +600,7 @@ class _Rows:
         return entries
 
 
-def _readable(rows: models.QuerySet[Any]) -> models.QuerySet[Any]:
+def _readable(rows: Any) -> models.QuerySet[Any]:
     query = rows.query
     if query.is_sliced:
         problem = "is sliced. Bound it with a filter"
@@ -617,7 +617,7 @@ def _readable(rows: models.QuerySet[Any]) -> models.QuerySet[Any]:
     raise _refused(f"The collection, a QuerySet of {rows.model._meta.label}, {problem}.")
 
 
-def _on_jobs_alias(rows: models.QuerySet[Any], kind: BatchKind, alias: str) -> models.QuerySet[Any]:
+def _on_jobs_alias(rows: Any, kind: BatchKind, alias: str) -> models.QuerySet[Any]:
     """From the database that the batch commits on, never from a replica behind it."""
     using = rows._db or router.db_for_write(rows.model, **rows._hints)
     if using != alias and (rows._db is None or kind.lock_rows):
@@ -653,7 +653,7 @@ class _Items:
         self._iterator = iter(self._collection)
         wound = 0
         while wound < done and not self._ctx.stop.is_set():
-            step = min(SKIP_AT_ONCE, done - wound)
+            step = min(WIND_AT_ONCE, done - wound)
             skipped = sum(1 for _ in itertools.islice(self._iterator, step))
             wound += skipped
             if skipped < step:

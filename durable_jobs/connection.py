@@ -17,13 +17,15 @@ logger = logging.getLogger("durable_jobs.connection")
 KEEPALIVES = {"keepalives": 1, "keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
 """A peer that vanished is noticed within a minute instead of hours."""
 CONNECT_TIMEOUT = 5
+GIVE_WAY_SECONDS = 1.0
 
 
 def own(name: str) -> BaseDatabaseWrapper:
     """Make this thread's connection to the jobs' database one for a long life; `name` shows on the server.
 
     On PostgreSQL: TCP keepalives, READ COMMITTED, a connection of its own beside the project's pool. The
-    project's other threads keep their settings. Nothing is connected yet.
+    project's other threads keep their settings. On SQLite, a write of the project's own lets the beats of this
+    process go first. Nothing is connected yet.
     """
     connection = connections[database.alias()]
     if getattr(connection, "durable_jobs_own", False):
@@ -33,9 +35,20 @@ def own(name: str) -> BaseDatabaseWrapper:
     settings["CONN_MAX_AGE"] = None
     if connection.vendor == "postgresql":
         settings["OPTIONS"] = _postgresql_options(settings["OPTIONS"], name)
+    if connection.vendor == "sqlite":
+        connection.execute_wrappers.append(_give_way)
     connection.settings_dict = settings
     connection.durable_jobs_own = True
     return connection
+
+
+def _give_way(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
+    connection = context["connection"]
+    raw = connection.connection
+    # Only where no transaction is open: a thread that holds the file must not wait for anybody.
+    if (raw is None or not raw.in_transaction) and not sql.startswith(("SELECT", "PRAGMA")):
+        database.writer_lock(connection).give_way(GIVE_WAY_SECONDS)
+    return execute(sql, params, many, context)
 
 
 def _postgresql_options(given: dict[str, Any], name: str) -> dict[str, Any]:
@@ -50,44 +63,18 @@ def _postgresql_options(given: dict[str, Any], name: str) -> dict[str, Any]:
 
 def close(connection: BaseDatabaseWrapper | None = None) -> None:
     """Close this thread's connection to the jobs' database, whatever its state; the next use connects."""
-    connection = connections[database.alias()] if connection is None else connection
-    raw = connection.connection
-    # What a block that was never left has noted would otherwise refuse every later connection.
-    connection.in_atomic_block = connection.needs_rollback = connection.closed_in_transaction = False
-    connection.savepoint_ids, connection.atomic_blocks, connection.run_on_commit = [], [], []
-    try:
-        connection.close()
-    except Exception as error:
-        tell(logger, logging.DEBUG, "close_failed", str(error))
-        connection.connection = None
-    if raw is not None and connection.connection is raw:
-        connection.connection = None
+    database.discard(connections[database.alias()] if connection is None else connection)
 
 
 def clean() -> None:
-    """Make this thread's connections as new: what a step has left open is rolled back or closed."""
+    """Make this thread's connections as new: what a step has left open on any of them is rolled back."""
     for connection in connections.all(initialized_only=True):
-        if connection.connection is None:
-            continue
         try:
-            if _is_in_transaction(connection):
-                tell(logger, logging.WARNING, "transaction_left_open", "closed", alias=connection.alias)
-                close(connection)
-                continue
-            connection.close_at = None
-            connection.close_if_unusable_or_obsolete()
+            left = database.clear(connection.alias)
         except Exception as error:
             tell(logger, logging.WARNING, "connection_dropped", str(error), alias=connection.alias)
-            close(connection)
+            database.discard(connection)
+            continue
+        if left is not database.Leftover.NOTHING:
+            tell(logger, logging.WARNING, "left_on_connection", left.value, alias=connection.alias)
     reset_queries()
-
-
-def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    if connection.in_atomic_block or not connection.get_autocommit():
-        return True
-    raw: Any = connection.connection
-    if connection.vendor == "sqlite":
-        return bool(raw.in_transaction)
-    if connection.vendor == "postgresql" and hasattr(raw, "info"):
-        return bool(raw.info.transaction_status)
-    return False

@@ -9,11 +9,14 @@ Every error can be pickled; facts that are no plain values then become text.
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 import traceback as tracebacks
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
 from uuid import UUID
@@ -117,6 +120,18 @@ class RetryAfter(DurableJobsError):
         self.seconds = float(seconds)
         super().__init__(f"Come back in {self.seconds:g} s.")
 
+    @classmethod
+    def from_header(cls, value: str | None, default: float = 30) -> RetryAfter:
+        """From the value of an HTTP `Retry-After` header: seconds or a date (RFC 9110, 10.2.3).
+
+        `default` seconds where there is none or it cannot be read. A time that has passed is 0 seconds, one
+        beyond `LONGEST_DELAY` is that.
+        """
+        seconds = _seconds_of_header(value or "")
+        if seconds is None:
+            return cls(default)
+        return cls(min(max(seconds, 0.0), LONGEST_DELAY))
+
 
 class Park(DurableJobsError):
     """Raise it in a step: the job fails and waits for a human, with this code as the reason."""
@@ -144,6 +159,21 @@ class LeaseLost(BaseException):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, _portable(self.__dict__))
+
+
+def _seconds_of_header(value: str) -> float | None:
+    try:
+        seconds = float(value)
+        return None if math.isnan(seconds) else seconds
+    except ValueError:
+        pass
+    try:
+        moment = parsedate_to_datetime(value)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    # A date without a zone, or with "-0000", is in UTC.
+    aware = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return (aware - datetime.now(UTC)).total_seconds()
 
 
 # Refusals of input and identity

@@ -86,6 +86,11 @@ def phase(job: Job, now: datetime, pauses: Collection[Pause] = ()) -> Phase:
     return Phase.SCHEDULED if job.next_run_at is not None and job.next_run_at > now else Phase.WAITING
 
 
+def current_phase(job: Job) -> Phase:
+    """The job's phase now, by the database's clock and with the pauses that are there."""
+    return phase(job, store.now(), list(Pause.objects.using(database.alias())))
+
+
 def among(wanted: Phase, now: datetime, pauses: Collection[Pause] = ()) -> Q:
     """A condition that holds for every job of a phase, and for few others: `phase` has the last word on each."""
     owned = Q(status=Status.RUNNING, lease_owner__isnull=False)

@@ -164,6 +164,12 @@ class Keeper:
             with self._guard:
                 self._claims -= 1
 
+    def ask_to_stop(self) -> None:
+        """Wake every step that waits on `ctx.stop`: the process drains."""
+        with self._guard:
+            for hold in self._holds:
+                hold.stop.set()
+
     def beat_now(self) -> None:
         """Beat as soon as possible: after a rolled-back fence, or when a cancel was announced."""
         self._at_once = True

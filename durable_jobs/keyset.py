@@ -84,6 +84,12 @@ class Column:
         after = Q(**{f"{self.path}__{'lt' if self.descending else 'gt'}": _given(value)})
         return after | Q(**{f"{self.path}__isnull": True}) if self.nullable and self.nulls_last else after
 
+    def at_or_beyond(self, value: Any) -> Q | None:
+        """The rows at or after this value, as an index can serve them; None where it cannot."""
+        if value is None or (self.nullable and self.nulls_last):
+            return None
+        return Q(**{f"{self.path}__{'lte' if self.descending else 'gte'}": _given(value)})
+
 
 @dataclass(frozen=True)
 class Order:
@@ -122,14 +128,14 @@ class Order:
         """The rows beyond a key."""
         if self._compares_whole_rows():
             return self._whole_row("<" if self.columns[0].descending else ">", key)
-        return self._beyond(self.columns, key)
+        return _beyond(self.columns, key)
 
     def until(self, key: Key) -> Q | RowComparison:
         """The rows up to a key, its own row included."""
         if self._compares_whole_rows():
             return self._whole_row(">=" if self.columns[0].descending else "<=", key)
         backwards = tuple(column.reversed() for column in self.columns)
-        return self._beyond(backwards, key) | _all_equal(self.columns, key)
+        return _beyond(backwards, key, inclusive=True)
 
     def _beside(self) -> Iterator[tuple[int, Column]]:
         return ((i, column) for i, column in enumerate(self.columns) if self.loads or not column.is_exact)
@@ -144,18 +150,6 @@ class Order:
         return RowComparison(
             *(F(column.path) for column in self.columns), *map(_given, key), operator=operator
         )
-
-    def _beyond(self, columns: Sequence[Column], key: Key) -> Q:
-        beyond = Q(pk__in=[])
-        for index, column in enumerate(columns):
-            after = column.beyond(key[index])
-            if after is not None:
-                beyond |= _all_equal(columns[:index], key) & after
-        first = columns[0].beyond(key[0])
-        if len(columns) == 1 or first is None:
-            return beyond
-        # Says nothing new, but lets an index on the first column skip what was read.
-        return (first | columns[0].equal(key[0])) & beyond
 
 
 class Stored(Func):
@@ -179,7 +173,9 @@ class RowComparison(Func):
         super().__init__(*expressions)
         self.operator = operator
 
-    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, **extra: Any) -> tuple[str, list[Any]]:
+    def as_sql(  # type: ignore[override]
+        self, compiler: Any, connection: BaseDatabaseWrapper, **extra: Any
+    ) -> tuple[str, list[Any]]:
         texts, parameters = [], []
         for expression in self.get_source_expressions():
             text, values = compiler.compile(expression)
@@ -196,8 +192,24 @@ def _all_equal(columns: Sequence[Column], key: Key) -> Q:
     return equal
 
 
+def _beyond(columns: Sequence[Column], key: Key, *, inclusive: bool = False) -> Q:
+    beyond = _all_equal(columns, key) if inclusive else Q(pk__in=[])
+    for index, column in enumerate(columns):
+        after = column.beyond(key[index])
+        if after is not None:
+            beyond |= _all_equal(columns[:index], key) & after
+    # Says nothing new, but lets an index on the first column pass over what was read.
+    start = columns[0].at_or_beyond(key[0])
+    return beyond if start is None else start & beyond
+
+
 def _plain(value: Any) -> Any:
-    return bytes(value) if isinstance(value, memoryview) else value
+    """A value without what a driver or a field has wrapped it in: buffers, members of enumerations."""
+    if isinstance(value, memoryview):
+        return bytes(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _given(value: Any) -> Value:
@@ -262,7 +274,8 @@ def _turned(entry: OrderBy) -> OrderBy:
 
 
 def _columns(rows: models.QuerySet[Any], entry: OrderBy, nulls_are_largest: bool) -> Iterator[Column]:
-    path = entry.expression.name
+    expression: Any = entry.expression
+    path: str = expression.name
     if path in rows.query.annotations:
         raise Unordered(f"it is ordered by the annotation {path!r}; order it by columns")
     if path == "pk":
@@ -298,9 +311,10 @@ def _resolved(model: type[models.Model], path: str) -> tuple[str, models.Field[A
         raise Unordered(f"it is ordered by {path!r}, which is not a column; order it by columns")
     if isinstance(field, models.JSONField):
         raise Unordered(f"it is ordered by {path!r}, which holds JSON; order it by another column")
-    if field.is_relation and last != field.attname and last != "pk" and field.related_model._meta.ordering:
+    target: Any = field.related_model
+    if field.is_relation and last != field.attname and last != "pk" and target._meta.ordering:
         raise Unordered(
-            f"it is ordered by {path!r}, which means the order of {field.related_model._meta.label}; "
+            f"it is ordered by {path!r}, which means the order of {target._meta.label}; "
             f"write {'__'.join([*hops, field.attname])!r} or {path + '__<column>'!r}"
         )
     return "__".join([*hops, field.attname]), field, nullable or field.null
@@ -352,12 +366,11 @@ def _encoded(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        text = str.__str__(value)
         # JSON for a database holds neither NUL nor half characters; keys from SQLite may.
-        storable = "\x00" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
-        return text if storable else {"text": text.encode("utf-8", "surrogatepass").hex()}
+        storable = "\x00" not in value and not any("\ud800" <= character <= "\udfff" for character in value)
+        return value if storable else {"text": value.encode("utf-8", "surrogatepass").hex()}
     if isinstance(value, int):
-        return int(value)
+        return value
     for kind, tag, to_text in _TO_TEXT:
         if isinstance(value, kind):
             return {tag: to_text(value)}

@@ -414,7 +414,9 @@ def classify(kind: Kind, error: BaseException) -> ErrorClass:
         own = kind.classify(error)
         if own is not None:
             return ErrorClass(own)
-    except Exception as own_error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as own_error:
         log("classify_failed", level=logging.ERROR, error=own_error, kind=kind.name)
     return exceptions.classify(error)
 

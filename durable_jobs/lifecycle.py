@@ -71,14 +71,15 @@ def cancel(
 def cancel_waiting(kind: Kind | None, job_id: UUID, *, actor: str = "") -> Job | None:
     """pending, held, or waiting for a retry → cancelled, if that was requested. No kind: no hooks."""
     record = partial(_record_cancelled, actor, hooks_skipped=kind is None)
-    return _end(kind, partial(store.cancel_waiting, job_id), "job_cancelled", record)
+    transition = partial(store.cancel_waiting, job_id, mirrored=kind is not None)
+    return _end(kind, transition, "job_cancelled", record)
 
 
 def cancel_orphan(
     kind: Kind | None, orphan: Orphan, *, grace: float, dead: bool = False, actor: str = ""
 ) -> Job | None:
     """An orphan with a cancel request → cancelled. No kind: no hooks."""
-    transition = partial(store.cancel_orphan, orphan, grace=grace, dead=dead)
+    transition = partial(store.cancel_orphan, orphan, grace=grace, dead=dead, mirrored=kind is not None)
     record = partial(_record_cancelled, actor, worker_gone=True, hooks_skipped=kind is None)
     return _end(kind, transition, "job_cancelled", record)
 
@@ -99,7 +100,15 @@ def park_orphan(
         data = {"hooks_skipped": True} if kind is None else None
         store.add_event(job, "parked", owner=orphan.owner, actor=actor, code=code, message=message, data=data)
 
-    transition = partial(store.park_orphan, orphan, grace=grace, code=code, message=message, dead=dead)
+    transition = partial(
+        store.park_orphan,
+        orphan,
+        grace=grace,
+        code=code,
+        message=message,
+        dead=dead,
+        mirrored=kind is not None,
+    )
     return _end(kind, transition, "job_parked", record)
 
 
@@ -119,7 +128,9 @@ def redrive(kind: Kind, job_id: UUID, epoch: int, transition: Transition, record
                 _require_agreement(job, kind.on_redrive(job), "on_redrive")
             record(job)
             transaction.on_commit(partial(_after_redrive, kind, job), using=using, robust=True)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         if job is None or database.is_outage(error):
             raise
         _count_failed_hook(job, epoch, error)
@@ -140,7 +151,9 @@ def _end(kind: Kind | None, transition: Transition, event: str, record: Record |
             if record is not None:
                 record(job)
             transaction.on_commit(partial(_after_end, kind, job, event), using=using, robust=True)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         # An outage rolled everything back as well, but it says nothing about the hook.
         if job is None or database.is_outage(error):
             raise
@@ -196,8 +209,9 @@ def _count_failed_hook(job: Job, epoch: int, error: BaseException) -> None:
     """After the rollback, on the same connection: a second one would wait for the first for ever."""
     facts = describe(error)
     log("terminal_mirror_failed", job, level=logging.ERROR, status=job.status, error=error)
+    using = database.alias()
     try:
-        with database.joined(database.alias()):
+        with database.joined(using):
             counted = store.bump_mirror_attempts(job.id, epoch)
             store.add_event(
                 job,
@@ -207,12 +221,15 @@ def _count_failed_hook(job: Job, epoch: int, error: BaseException) -> None:
                 message=facts.message,
                 traceback=facts.traceback,
             )
+            if counted and job.mirror_attempts + 1 >= MIRROR_STUCK_AFTER:
+                transaction.on_commit(partial(_tell_stuck, job), using=using, robust=True)
     except Exception as second:
         log("mirror_not_counted", job, level=logging.ERROR, error=second)
-        return
-    if counted and job.mirror_attempts + 1 >= MIRROR_STUCK_AFTER:
-        log("mirror_stuck", job, level=logging.ERROR, mirror_attempts=job.mirror_attempts + 1)
-        signals.send(signals.job_mirror_stuck, job)
+
+
+def _tell_stuck(job: Job) -> None:
+    log("mirror_stuck", job, level=logging.ERROR, mirror_attempts=job.mirror_attempts + 1)
+    signals.send(signals.job_mirror_stuck, job)
 
 
 def _after_end(kind: Kind | None, job: Job, event: str) -> None:
@@ -231,5 +248,7 @@ def _after_redrive(kind: Kind, job: Job) -> None:
 def _after(hook: Callable[[Job], None], job: Job) -> None:
     try:
         hook(job)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         log("after_hook_failed", job, level=logging.ERROR, hook=hook.__name__, error=error)

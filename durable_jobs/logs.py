@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+_TAKEN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "event"}
+
 
 def tell(
     logger: logging.Logger,
@@ -21,10 +23,13 @@ def tell(
     """
     if not logger.isEnabledFor(level):
         return
+    # Some names belong to the record itself, and logging refuses them.
+    facts = {f"{name}_" if name in _TAKEN else name: value for name, value in facts.items()}
     fields = {name: value if isinstance(value, int | float) else str(value) for name, value in facts.items()}
+    extra = {f"{name}_" if name in _RECORD else name: value for name, value in fields.items()}
     words = [event, *(f"{name}={value}" for name, value in fields.items())]
     text = " ".join(words) + (f": {sentence}" if sentence else "")
-    logger.log(level, "%s", text, exc_info=error, extra={"event": event, **fields})
+    logger.log(level, "%s", text, exc_info=error, extra={"event": event, **extra})
 
 
 def log(
@@ -43,3 +48,5 @@ def log(
 
 
 _logger = logging.getLogger("durable_jobs.jobs")
+_RECORD = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime"))
+"""Attributes that a log record has of its own; a fact of such a name gets an underscore."""

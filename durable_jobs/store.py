@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import json
+import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -128,6 +129,9 @@ class Beat(NamedTuple):
     paused: bool
 
 
+_LOST: Final = Beat(renewed=False, mine=False, cancel=False, paused=False)
+
+
 class Orphan(NamedTuple):
     """What the reconciler decides from: a running row, with owner, whose lease ran out."""
 
@@ -171,7 +175,7 @@ _TYPES: dict[str, str] = {
     "checkpoint": "text", "keep_checkpoint": "boolean", "result": "text",
     "processed": "bigint", "total": "bigint", "keep_total": "boolean", "message": "text",
     "error_class": "text", "code": "text", "error_type": "text", "error_message": "text",
-    "parked": "boolean", "forced": "boolean", "restart": "boolean",
+    "parked": "boolean", "mirrored": "boolean", "forced": "boolean", "restart": "boolean",
     "queues": "text[]", "kinds": "text[]", "priorities": "int[]", "floors": "timestamptz[]",
     "probes": "json", "manual": "text", "leases": "json", "rows": "json", "known": "uuid[]", "batch": "int",
     "idle": "text", "actor": "text", "actor_id": "text", "reason": "text", "event": "text",
@@ -217,6 +221,19 @@ def _snippets(vendor: str) -> Mapping[str, str]:
         "unpaused": """NOT EXISTS (SELECT 1 FROM durable_jobs_pause p
             WHERE (p.queue_name = '' OR p.queue_name = c.queue_name)
               AND (p.kind = '' OR p.kind = c.kind) AND (p.tenant_id = '' OR p.tenant_id = c.tenant_id))""",
+        # Asked of the route, so that a paused backlog is not walked row by row.
+        "open": """NOT EXISTS (SELECT 1 FROM durable_jobs_pause p WHERE p.tenant_id = ''
+            AND (p.queue_name = '' OR p.queue_name = {queue}) AND (p.kind = '' OR p.kind = {kind}))""",
+        "queue": "g.queue" if vendor == "postgresql" else "json_extract(g.value, '$[0]')",
+        "kind": "g.kind" if vendor == "postgresql" else "json_extract(g.value, '$[1]')",
+        "wanted": (
+            "(:any OR c.queue_name = ANY(:queues)) AND c.kind = ANY(:kinds) AND c.queue_name <> 'manual'"
+            if vendor == "postgresql"
+            else """(:any OR c.queue_name IN (SELECT value FROM json_each(:queues)))
+                AND c.kind IN (SELECT value FROM json_each(:kinds)) AND c.queue_name <> 'manual'"""
+        ),
+        "by_running": "" if vendor == "postgresql" else "INDEXED BY durable_jobs_running",
+        "by_cancelling": "" if vendor == "postgresql" else "INDEXED BY durable_jobs_cancelling",
         # Poison takes its neighbours along: a process that runs one suspect claims no second.
         "fit": "{unpaused} AND (:suspects OR c.redrives_since_commit = 0)",
         "paused": """EXISTS (SELECT 1 FROM durable_jobs_pause p
@@ -228,7 +245,7 @@ def _snippets(vendor: str) -> Mapping[str, str]:
             pending_since = NULL, next_run_at = NULL, updated_at = {now}, {fold}""",
         # B49: an ordinary expired lease, not none, so that every reader of expiry sees the same thing.
         "let_go": "lease_owner = NULL, lease_expires_at = {now}, updated_at = {now}",
-        "end": "{end_unmirrored}, domain_mirrored_at = {now}",
+        "end": "{end_unmirrored}, domain_mirrored_at = CASE WHEN :mirrored THEN {now} END",
         "end_unmirrored": """lease_owner = NULL, lease_expires_at = {now}, next_run_at = NULL,
             pending_since = NULL, finished_at = {now}, updated_at = {now}""",
         "cancel": """status = 'cancelled', {end}, verdict = NULL,
@@ -329,7 +346,7 @@ def _claim_next(size: int) -> Statement:
     WITH g AS MATERIALIZED (
         SELECT * FROM unnest(:queues, :kinds, :priorities, :floors, :ttls)
             AS g(queue, kind, priority, floor, ttl)
-        ORDER BY priority DESC, random()),
+        WHERE {{open}} ORDER BY priority DESC, random()),
     due AS MATERIALIZED (
         SELECT ready.id AS due_id, ready.next_run_at AS due_at, g.ttl AS due_ttl FROM g CROSS JOIN LATERAL (
             SELECT c.id, c.next_run_at FROM {{job}} c
@@ -350,7 +367,7 @@ def _claim_next(size: int) -> Statement:
         SELECT c.id FROM json_each(:probes) g CROSS JOIN {{job}} c INDEXED BY durable_jobs_ready
         WHERE c.queue_name = json_extract(g.value, '$[0]') AND c.kind = json_extract(g.value, '$[1]')
             AND c.priority = json_extract(g.value, '$[2]') AND c.next_run_at IS NOT NULL
-            AND c.next_run_at <= {{index_now}} AND {{fit}}
+            AND c.next_run_at <= {{index_now}} AND {{open}} AND {{fit}}
         LIMIT {size})
     RETURNING {{columns}}, NULL""",
     )
@@ -360,14 +377,19 @@ _CLAIM_NEXT = {size: _claim_next(size) for size in _CLAIM_SIZES}
 
 _IS_DUE = _statement(
     """
-    SELECT 1 FROM unnest(:queues, :kinds, :priorities) AS g(queue, kind, priority) JOIN {job} c
-        ON c.queue_name = g.queue AND c.kind = g.kind AND c.priority = g.priority
-    WHERE c.next_run_at IS NOT NULL AND c.next_run_at <= {index_now} AND {fit} LIMIT 1""",
+    WITH g AS MATERIALIZED (
+        SELECT * FROM unnest(:queues, :kinds, :priorities) AS g(queue, kind, priority) WHERE {open})
+    SELECT 1 FROM g CROSS JOIN LATERAL (
+        SELECT 1 FROM {job} c
+        WHERE c.queue_name = g.queue AND c.kind = g.kind AND c.priority = g.priority
+            AND c.next_run_at IS NOT NULL AND c.next_run_at <= {index_now} AND {fit}
+        ORDER BY c.next_run_at LIMIT 1) ready
+    LIMIT 1""",
     """
     SELECT 1 FROM json_each(:probes) g CROSS JOIN {job} c INDEXED BY durable_jobs_ready
     WHERE c.queue_name = json_extract(g.value, '$[0]') AND c.kind = json_extract(g.value, '$[1]')
         AND c.priority = json_extract(g.value, '$[2]') AND c.next_run_at IS NOT NULL
-        AND c.next_run_at <= {index_now} AND {fit} LIMIT 1""",
+        AND c.next_run_at <= {index_now} AND {open} AND {fit} LIMIT 1""",
 )
 
 _ROUTES = _statement(
@@ -529,7 +551,7 @@ _CANCEL_WAITING = _statement("""
         {skip_locked})
     AND (cancel_requested_at IS NOT NULL OR {mailbox}) RETURNING {columns}""")
 _CANCELLING = _statement("""
-    SELECT id, kind, {asked} FROM {job}
+    SELECT id, kind, {asked} FROM {job} {by_cancelling}
     WHERE cancel_requested_at IS NOT NULL AND finished_at IS NULL
         AND (status <> 'running' OR lease_owner IS NULL) AND queue_name <> :manual AND {sweep}
     ORDER BY id LIMIT :batch""")
@@ -538,7 +560,7 @@ _CANCELLING = _statement("""
 _ORPHANS = _statement("""
     SELECT id, kind, tenant_id, organization_id, lease_owner, lease_epoch, lease_expires_at,
         cancel_requested_at IS NOT NULL OR {mailbox}, verdict, redrives_since_commit, {overdue}
-    FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL AND queue_name <> :manual
+    FROM {job} {by_running} WHERE status = 'running' AND lease_owner IS NOT NULL AND queue_name <> :manual
         AND lease_expires_at < {before :grace} AND {sweep}
         AND (cancel_requested_at IS NOT NULL OR {mailbox} OR NOT {paused})
     ORDER BY id LIMIT :batch""")
@@ -596,7 +618,8 @@ _REDRIVE = _statement("""
 _SETTLE = _statement("""
     UPDATE {job} SET {end_unmirrored}, verdict = CASE WHEN {requested} IS NULL THEN verdict END,
         status = CASE WHEN {requested} IS NULL THEN 'failed' ELSE 'cancelled' END,
-        cancel_requested_at = {requested}, error_class = coalesce(error_class, 'terminal')
+        {fold}, error_class = CASE WHEN {requested} IS NULL THEN coalesce(error_class, 'terminal')
+            ELSE error_class END
     WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND (:any OR (c.tenant_id = :tenant
             AND coalesce(c.organization_id, '') = coalesce(:organization, ''))) AND c.mirror_attempts > 0
         AND (c.status IN ('held', 'pending') OR (c.status = 'running' AND (c.lease_owner IS NULL
@@ -683,14 +706,19 @@ _LEASED = _statement("""
         AND (:tenant = '' OR tenant_id = :tenant)""")
 _NOW = _statement("SELECT {now}")
 
+# What ended is never read: a sorted look at the ready index, after the running rows.
 _UNFINISHED = _statement(
-    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running') AND (:any OR queue_name = ANY(:queues))
-        AND queue_name <> 'manual' AND kind = ANY(:kinds)
-        AND (next_run_at IS NULL OR next_run_at <= {now} OR attempts > 0) LIMIT 1""",
-    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running') AND queue_name <> 'manual'
-        AND (:any OR queue_name IN (SELECT value FROM json_each(:queues)))
-        AND kind IN (SELECT value FROM json_each(:kinds))
-        AND (next_run_at IS NULL OR next_run_at <= {now} OR attempts > 0) LIMIT 1""",
+    """
+    SELECT 1 WHERE EXISTS (
+        SELECT 1 FROM {job} c WHERE c.status = 'running' AND {wanted})
+    OR (SELECT c.id FROM {job} c WHERE c.next_run_at IS NOT NULL AND {wanted}
+            AND (c.next_run_at <= {index_now} OR c.attempts > 0)
+        ORDER BY c.queue_name, c.kind, c.priority, c.next_run_at LIMIT 1) IS NOT NULL""",
+    """
+    SELECT 1 WHERE EXISTS (
+        SELECT 1 FROM {job} c INDEXED BY durable_jobs_running WHERE c.status = 'running' AND {wanted})
+    OR EXISTS (SELECT 1 FROM {job} c INDEXED BY durable_jobs_ready WHERE c.next_run_at IS NOT NULL AND {wanted}
+            AND (c.next_run_at <= {index_now} OR c.attempts > 0))""",
 )
 
 
@@ -776,7 +804,8 @@ def insert(new: NewJob) -> Job | None:
 def insert_many(rows: Sequence[NewJob]) -> dict[UUID, Job]:
     """→ pending or held, many in one statement; what met a taken key is missing from the answer.
 
-    Give the rows sorted by key: two transactions that insert the same keys in opposite order deadlock.
+    They are inserted in the order of their keys: two statements that take the same keys in opposite order
+    deadlock. So would two transactions that call this twice.
     """
     using = database.alias()
     if not _insert_many:
@@ -784,7 +813,7 @@ def insert_many(rows: Sequence[NewJob]) -> dict[UUID, Job]:
         _insert_many.append(_statement(text, _INSERT_MANY_SQLITE))
     with _joining(using) as connection:
         sent = []
-        for number, new in enumerate(rows):
+        for number, new in enumerate(sorted(rows, key=_by_key)):
             row = {**asdict(new), "n": number, "id": _plain(connection, new.id)}
             row["progress_job_id"] = _plain(connection, new.progress_job_id)
             row["created_by"] = _plain(connection, new.created_by)
@@ -792,6 +821,11 @@ def insert_many(rows: Sequence[NewJob]) -> dict[UUID, Job]:
             sent.append(row)
         inserted = _jobs(connection, _insert_many[0].run(connection, rows=_JsonRows(sent)))
     return {job.id: job for job in inserted}
+
+
+def _by_key(new: NewJob) -> tuple[str, ...]:
+    scope = (new.tenant, new.organization or "")
+    return (*scope, new.kind, new.idempotency_key or "", new.lock_key or "")
 
 
 class _JsonRows(str):
@@ -851,13 +885,14 @@ def claim_next(owner: str, limit: int, probes: Sequence[Probe], *, suspects: boo
         return []
     using = database.alias()
     size = max(size for size in _CLAIM_SIZES if size <= limit)
-    ordered = sorted(probes, key=lambda probe: -probe.priority)
+    # Chance decides among equals: SQLite takes the probes as they come, and a backlog would starve the rest.
+    ordered = sorted(probes, key=lambda probe: (-probe.priority, random.random()))
     with database.statement(using, what="claim_next") as connection:
         rows = _CLAIM_NEXT[size].run(
             connection,
             owner=owner,
             floors=[probe.floor for probe in ordered],
-            ttls=[probe.ttl for probe in ordered],
+            ttls=[float(probe.ttl) for probe in ordered],
             suspects=suspects,
             **_probed(ordered),
         )
@@ -878,7 +913,7 @@ def give_back(lease: Lease) -> Job | None:
 def beat_many(owner: str, leases: Sequence[Lease]) -> dict[UUID, Beat]:
     """running → running: renew all leases of one owner in one statement that waits for no row.
 
-    A row locked by somebody is not renewed but still mine. A job missing from the answer is lost.
+    A row locked by somebody is not renewed but still mine. Each lease has its answer; a lost one is not mine.
     """
     if not leases:
         return {}
@@ -888,10 +923,12 @@ def beat_many(owner: str, leases: Sequence[Lease]) -> dict[UUID, Beat]:
             owner=owner,
             ids=[lease.job_id for lease in leases],
             epochs=[lease.epoch for lease in leases],
-            ttls=[lease.ttl for lease in leases],
+            # A list of ints and floats has no one type on PostgreSQL.
+            ttls=[float(lease.ttl) for lease in leases],
             leases=[[lease.job_id, lease.epoch, lease.ttl] for lease in leases],
         )
-    return {_uuid(row[0]): Beat(*(bool(value) for value in row[1:5])) for row in rows}
+    beats = {lease.job_id: _LOST for lease in leases}  # SQLite answers for the renewed ones only
+    return beats | {_uuid(row[0]): Beat(*(bool(value) for value in row[1:5])) for row in rows}
 
 
 def strangers(owner: str, known: Collection[UUID]) -> list[tuple[UUID, int]]:
@@ -994,7 +1031,7 @@ def release_lease(lease: Lease, delay: float) -> Job | None:
 def complete(lease: Lease, result: str | None, counts: Counts = NO_COUNTS) -> Job | None:
     """running → completed. Owner and epoch, and no verdict on the row."""
     connection = database.connection()
-    rows = _COMPLETE.run(connection, **_named(lease), **_laid_over(counts), result=result)
+    rows = _COMPLETE.run(connection, **_named(lease), **_laid_over(counts), result=result, mirrored=True)
     return _one(connection, rows)
 
 
@@ -1003,21 +1040,28 @@ def fail_terminal(
 ) -> Job | None:
     """running → failed (with `parked` it waits for a human). Epoch alone: the lease may be let go already."""
     connection = database.connection()
-    rows = _FAIL_TERMINAL.run(connection, id=job_id, epoch=epoch, parked=parked, **_error(facts))
+    rows = _FAIL_TERMINAL.run(
+        connection, id=job_id, epoch=epoch, parked=parked, mirrored=True, **_error(facts)
+    )
     return _one(connection, rows)
 
 
 def cancel_running(job_id: UUID, epoch: int, counts: Counts = NO_COUNTS) -> Job | None:
     """running → cancelled, by epoch alone. A step that cancels itself stamps the request."""
     connection = database.connection()
-    job = _one(connection, _CANCEL_RUNNING.run(connection, id=job_id, epoch=epoch, **_laid_over(counts)))
+    job = _one(
+        connection,
+        _CANCEL_RUNNING.run(connection, id=job_id, epoch=epoch, mirrored=True, **_laid_over(counts)),
+    )
     return _emptied(connection, job)
 
 
-def cancel_waiting(job_id: UUID) -> Job | None:
+def cancel_waiting(job_id: UUID, *, mirrored: bool = True) -> Job | None:
     """pending, held, or running without owner → cancelled, if a cancel was requested."""
     connection = database.connection()
-    return _emptied(connection, _one(connection, _CANCEL_WAITING.run(connection, id=job_id)))
+    return _emptied(
+        connection, _one(connection, _CANCEL_WAITING.run(connection, id=job_id, mirrored=mirrored))
+    )
 
 
 def _emptied(connection: BaseDatabaseWrapper, job: Job | None) -> Job | None:
@@ -1114,17 +1158,23 @@ def take_orphan(orphan: Orphan, *, grace: float, delay: float, dead: bool = Fals
     return _one(connection, rows)
 
 
-def park_orphan(orphan: Orphan, *, grace: float, code: str, message: str, dead: bool = False) -> Job | None:
+def park_orphan(
+    orphan: Orphan, *, grace: float, code: str, message: str, dead: bool = False, mirrored: bool = True
+) -> Job | None:
     """orphan of work that is not paused → failed and parked with `code`; everything restated, no cancel."""
     connection = database.connection()
-    rows = _PARK_ORPHAN.run(connection, **_orphaned(orphan, grace, dead), code=code, message=message)
+    rows = _PARK_ORPHAN.run(
+        connection, **_orphaned(orphan, grace, dead), code=code, message=message, mirrored=mirrored
+    )
     return _one(connection, rows)
 
 
-def cancel_orphan(orphan: Orphan, *, grace: float, dead: bool = False) -> Job | None:
+def cancel_orphan(orphan: Orphan, *, grace: float, dead: bool = False, mirrored: bool = True) -> Job | None:
     """orphan with a cancel request → cancelled; a lease renewed since it was seen is left alone."""
     connection = database.connection()
-    job = _one(connection, _CANCEL_ORPHAN.run(connection, **_orphaned(orphan, grace, dead)))
+    job = _one(
+        connection, _CANCEL_ORPHAN.run(connection, **_orphaned(orphan, grace, dead), mirrored=mirrored)
+    )
     return _emptied(connection, job)
 
 

@@ -41,13 +41,17 @@ _orders = _Orders()
 
 
 def run(kind: str | type[Kind], input: Any = None, **start: Any) -> Job:
-    """Start a job and run all its slices here, in this thread, until it ends; due times are skipped.
+    """Start a job and `finish` it here; `start` takes the options of `service.start`."""
+    return finish(service.start(kind, input, **start).job)
 
-    `start` takes the options of `service.start`. No keeper and no sleeping. A slice killed by `kill_after` is
+
+def finish(job: Job) -> Job:
+    """Run all slices of a job here, in this thread, until it ends; due times are skipped.
+
+    For jobs that the code under test has started. No keeper and no sleeping. A slice killed by `kill_after` is
     repaired at once by its kind's orphan policy. Raises AssertionError when it has not ended after 10,000
     slices.
     """
-    job = service.start(kind, input, **start).job
     for _ in range(MOST_SLICES):
         current = store.get(job.id)
         if current is None or current.status not in (Status.PENDING, Status.RUNNING):

@@ -379,6 +379,7 @@ class Worker:
 
     def _drain(self, code: int) -> int:
         self._draining.set()
+        self.keeper.ask_to_stop()
         self._empty_inbox()
         deadline = time.monotonic() + self.drain_timeout
         while (waited_for := self._usable()) and time.monotonic() < deadline:

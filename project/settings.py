@@ -22,6 +22,7 @@ INSTALLED_APPS = [
     "django.contrib.sessions",
     "django.contrib.messages",
     "django.contrib.staticfiles",
+    "django.contrib.humanize",
     "rest_framework",
     "durable_jobs",
     "project.demo",
@@ -82,3 +83,10 @@ DURABLE_JOBS = {
     "TICK": env.float("DURABLE_JOBS_TICK", default=15.0),
     "RELEASE": env.str("RELEASE", default=""),
 }
+
+# The demo's imports: how long a lease lasts, how many rows a batch has, and how long each batch waits for its
+# source. Short and slow in `manage.py demo` and `serve`, so that a person sees something.
+DEMO_LEASE_SECONDS = env.float("DEMO_LEASE_SECONDS", default=60.0)
+DEMO_BATCH_SIZE = env.int("DEMO_BATCH_SIZE", default=100)
+DEMO_PAUSE = env.float("DEMO_PAUSE", default=0.0)
+DEMO_FOLDER = Path(env.str("DEMO_FOLDER", default=str(BASE_DIR / ".demo")))

@@ -56,3 +56,9 @@ class Leg(models.Model):
     route = models.CharField(max_length=10)
     number = models.IntegerField()
     done = models.PositiveIntegerField(default=0)
+
+
+class Crate(Parcel):
+    """A row in two tables."""
+
+    size = models.IntegerField(default=0)

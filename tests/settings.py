@@ -47,6 +47,11 @@ INSTALLED_APPS = [
     "durable_jobs",
     "project.demo",
     "tests",
+    "tests.programs.imports",
+    "tests.programs.mailings",
+    "tests.programs.orders",
+    "tests.programs.people",
+    "tests.programs.reports",
 ]
 
 MIDDLEWARE = [
@@ -77,3 +82,7 @@ TEMPLATES = [
 
 # A test gives the processes that it starts settings of their own (`processes.start(..., settings={...})`).
 DURABLE_JOBS = {**json.loads(env.str("DURABLE_JOBS_TEST_SETTINGS", default="{}"))}
+
+DEMO_LEASE_SECONDS = env.float("DEMO_LEASE_SECONDS", default=60.0)
+DEMO_BATCH_SIZE = env.int("DEMO_BATCH_SIZE", default=100)
+DEMO_PAUSE = 0.0

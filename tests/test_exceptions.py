@@ -4,6 +4,7 @@ import copy
 import pickle
 import sys
 import uuid
+from datetime import UTC, datetime, timedelta
 from enum import Enum, StrEnum
 
 import pytest
@@ -33,6 +34,7 @@ from durable_jobs.exceptions import (
     NotFound,
     NotReclaimable,
     NotRedrivable,
+    NotSettleable,
     Park,
     Refusal,
     RestartNotAllowed,
@@ -67,6 +69,7 @@ REFUSALS = {
     "unrecoverable_requires_force": ForceRequired(JOB),
     "restart_not_allowed": RestartNotAllowed(JOB, "catalog.reindex"),
     "not_cancellable": NotCancellable(JOB, "completed"),
+    "not_settleable": NotSettleable(JOB, "completed", 0),
     "busy": Busy(JOB),
     "not_found": NotFound(JOB),
     "direct_write": DirectWrite("Job"),
@@ -423,6 +426,36 @@ class TestControlFlow:
         with pytest.raises(InvalidInput, match=r"from 0 to 31,622,400") as refusal:
             RetryAfter(seconds)
         assert refusal.value.field == "RetryAfter.seconds"
+
+    @pytest.mark.parametrize(
+        ("header", "seconds"),
+        [
+            ("120", 120),
+            (" 7 ", 7),
+            ("1.5", 1.5),
+            ("-3", 0),
+            ("1e99", LONGEST_DELAY),
+            ("inf", LONGEST_DELAY),
+            ("Wed, 21 Oct 2015 07:28:00 GMT", 0),
+            ("Fri, 31 Dec 9999 23:59:59 GMT", LONGEST_DELAY),
+            (None, 30),
+            ("", 30),
+            ("nan", 30),
+            ("soon", 30),
+            ("Wed, 99 Oct 2015 07:28:00 GMT", 30),
+        ],
+    )
+    def test_retry_after_reads_the_header(self, header, seconds):
+        assert RetryAfter.from_header(header).seconds == seconds
+
+    @pytest.mark.parametrize("zone", ["GMT", "-0000", "+0000"])
+    def test_retry_after_reads_a_date_in_the_header(self, zone):
+        soon = datetime.now(UTC) + timedelta(seconds=90)
+        header = f"{soon:%a, %d %b %Y %H:%M:%S} {zone}"
+        assert 85 < RetryAfter.from_header(header).seconds <= 90
+
+    def test_retry_after_takes_another_default(self):
+        assert RetryAfter.from_header(None, default=300).seconds == 300
 
     def test_park_carries_code_and_message(self):
         park = Park("needs_a_file", "Upload the file first.")

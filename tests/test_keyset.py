@@ -16,7 +16,7 @@ from django.test.utils import CaptureQueriesContext
 
 from durable_jobs import keyset
 from durable_jobs.keyset import Unordered
-from tests.models import Depot, Parcel, Token
+from tests.models import Crate, Depot, Leg, Parcel, Shipment, Token
 
 pytestmark = pytest.mark.django_db
 
@@ -163,6 +163,31 @@ def test_a_models_own_ordering_counts_unless_it_was_cleared() -> None:
 def test_random_keys_are_read_in_their_order() -> None:
     tokens = [Token.objects.create() for _ in range(12)]
     assert read(Token.objects.all(), 5) == sorted(tokens, key=lambda token: token.pk)
+
+
+@pytest.mark.parametrize(
+    "order", [(), ("-pk",), ("-route", "number"), ("done",), ("-done", "number")], ids=str
+)
+def test_keys_of_two_columns_are_read_in_their_order(order: tuple[str, ...]) -> None:
+    Leg.objects.bulk_create(Leg(route="abc"[n % 3], number=n, done=n % 2) for n in range(12))
+    follow = ("-pk",) if order == ("-pk",) else ("pk",)
+    assert read(Leg.objects.order_by(*order), 5) == list(Leg.objects.order_by(*order, *follow))
+
+
+@pytest.mark.parametrize("order", [("pk",), ("label", "-size"), ("rank", "size"), ("-rank",)], ids=str)
+def test_rows_in_two_tables_are_read_in_their_order(order: tuple[str, ...]) -> None:
+    for number in range(12):
+        Crate.objects.create(label="abc"[number % 3], rank=[None, 1, 2][number % 3], size=number % 2)
+    rows = Crate.objects.order_by(*order)
+    follow = "-pk" if order[-1].startswith("-") else "pk"
+    assert read(rows, 5) == list(rows.order_by(*order, follow))
+
+
+def test_members_of_enumerations_become_plain_values() -> None:
+    parcel = Parcel.objects.create(label=Shipment.Status.LOST)
+    (label, _) = order_of(Parcel.objects.order_by("label")).key(parcel)
+    assert type(label) is str
+    assert label == "lost"
 
 
 def test_a_whole_row_is_compared_where_an_index_can_serve_it() -> None:

@@ -15,8 +15,15 @@ from django.apps import AppConfig, apps
 from django.test import override_settings
 from django.utils.translation import gettext_lazy
 
-from durable_jobs import batch, kinds
-from durable_jobs.exceptions import InvalidInput, InvalidKind, TerminalError, UnknownKind, UnrecoverableError
+from durable_jobs import batch, kinds, service, store, testing
+from durable_jobs.exceptions import (
+    DomainMirrorMismatch,
+    InvalidInput,
+    InvalidKind,
+    TerminalError,
+    UnknownKind,
+    UnrecoverableError,
+)
 from durable_jobs.kinds import (
     KEEP,
     ROW_GONE,
@@ -487,6 +494,57 @@ class TestMirrorWrites:
     def test_without_a_mirror_the_standing_hooks_agree(self) -> None:
         kind = make()()
         assert kind.on_transition(job("completed", None)) == kind.on_redrive(job("pending", None)) == 1
+
+
+@pytest.mark.django_db
+class TestMirrorWithItsJob:
+    def run(self, shipment: Shipment) -> Any:
+        return testing.run("tests.made", subject=shipment)
+
+    def test_the_row_ends_with_its_job(self) -> None:
+        """B85"""
+        register(make(mirror=mirror()))
+        shipment = Shipment.objects.create(status="moving")
+        ended = self.run(shipment)
+        shipment.refresh_from_db()
+        assert (ended.status, shipment.status) == ("completed", "arrived")
+        assert ended.domain_mirrored_at is not None
+
+    def test_the_row_fails_and_is_opened_again_with_its_job(self) -> None:
+        def step(self: Any, ctx: Any) -> Done:
+            if Shipment.objects.filter(note="").exists():
+                raise TerminalError("no note")
+            return Done()
+
+        register(make(mirror=mirror(), step=step))
+        shipment = Shipment.objects.create()
+        failed = self.run(shipment)
+        shipment.refresh_from_db()
+        assert (failed.status, shipment.status) == ("failed", "lost")
+        service.redrive(failed.id, actor="tests")
+        shipment.refresh_from_db()
+        assert shipment.status == "queued"
+        Shipment.objects.update(note="found")
+        assert testing.run_slice(failed).job.status == "completed"  # type: ignore[union-attr]
+        shipment.refresh_from_db()
+        assert shipment.status == "arrived"
+
+    def test_a_row_that_finished_otherwise_keeps_the_job_from_ending(self) -> None:
+        """B90"""
+        register(make(mirror=mirror(), retry=Retry(failures=1)))
+        shipment = Shipment.objects.create(status="stopped")
+        job = service.start("tests.made", subject=shipment).job
+        result = testing.run_slice(job)
+        assert isinstance(result.error, DomainMirrorMismatch)
+        shipment.refresh_from_db()
+        assert shipment.status == "stopped"
+        assert store.get(job.id).status == "running"  # type: ignore[union-attr]
+
+    def test_a_job_without_the_row_is_refused(self) -> None:
+        register(make(mirror=mirror()))
+        for wrong in (None, Depot.objects.create()):
+            with pytest.raises(InvalidInput, match="subject"):
+                service.start("tests.made", subject=wrong)
 
 
 class TestDiscovery:

@@ -13,7 +13,7 @@ import pytest
 from django.db import InterfaceError, connection, connections, transaction
 from django.test import override_settings
 
-from durable_jobs import kinds, reconciler, signals, store
+from durable_jobs import kinds, lifecycle, reconciler, signals, store
 from durable_jobs.exceptions import TransactionOwned
 from durable_jobs.kinds import Done, Kind, StatusMirror
 from durable_jobs.models import CancelRequest, Job, JobEvent, Pause, Scope, WorkerProcess, uuid7
@@ -1039,3 +1039,17 @@ def test_a_process_whose_row_has_gone_is_told(clock: Clock) -> None:
     mender.tick()
     mender.tick()
     assert told == ["gone"]
+
+
+def test_an_end_without_hooks_is_not_marked_as_mirrored() -> None:
+    """B93: "nothing to mirror" is satisfied; "hooks unknown here" is not."""
+    for end in ("cancel", "park"):
+        job = make_job("expired", kind="tests.nobody_knows")
+        if end == "cancel":
+            store.request_cancel(job.id, scope=None)
+        (orphan,) = [one for one in store.orphans(-1.0) if one.id == job.id]
+        if end == "cancel":
+            ended = lifecycle.cancel_orphan(None, orphan, grace=-1.0)
+        else:
+            ended = lifecycle.park_orphan(None, orphan, grace=-1.0, code="no_handler", message="m")
+        assert ended is not None and ended.domain_mirrored_at is None

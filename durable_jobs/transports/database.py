@@ -225,7 +225,7 @@ class Listener:
         connections.close_all()
 
     def _listen(self) -> None:
-        with self._connect() as connection:
+        with database.connection().wrap_database_errors, self._connect() as connection:
             connection.execute(f"LISTEN {CHANNEL}")
             self._outage.over()
             self.connected.set()
@@ -279,6 +279,7 @@ class Claimer:
         self._sweep_at = 0.0
         self._changed = True
         self._version: tuple[Any, int] | None = None
+        self._suspects = True
 
     # --- from any thread
 
@@ -414,9 +415,10 @@ class Claimer:
     def _claim_on_sqlite(self, limit: int, suspects: bool) -> list[Job]:
         version = self._read_version()
         with self._guard:
-            if version == self._version and not self._changed and not self._probes_due():
+            changed = self._changed or version != self._version or (suspects and not self._suspects)
+            if not changed and not self._probes_due():
                 return []
-            self._changed = False
+            self._changed, self._suspects = False, suspects
         self._sweep()
         probes = self._probes()
         if not probes or not store.is_due(probes, suspects=suspects):

@@ -6,3 +6,8 @@ class DemoConfig(AppConfig):
     label = "demo"
     verbose_name = "Airports"
     default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        from project.demo.children import follow_parent
+
+        follow_parent()

@@ -282,6 +282,14 @@ class Rule:
         return self.effect(state) if callable(self.effect) else self.effect
 
 
+def settled(state: State) -> dict[str, Any]:
+    """Ended as was asked, but not as mirrored: nobody told the project's own row."""
+    unmirrored = {column: value for column, value in ENDED.items() if column != "domain_mirrored_at"}
+    if state.request == "none":
+        return {**unmirrored, "status": "failed", "error_class": Or("terminal")}
+    return {**unmirrored, **FOLDED, "status": "cancelled", "verdict": None}
+
+
 def after_failure(verdict: str | None, delay: float, error_class: str) -> Callable[[State], dict[str, Any]]:
     """A verdict that is on the row already is never taken back, nor made milder."""
 
@@ -373,6 +381,8 @@ RULES = (
     Rule("redrive(restart)", redriving(restart=True), ("failed", "parked", "retry", "expired"),
          {**REDRIVEN, "checkpoint": None, "checkpoint_at": None, "processed_count": 0}, BY_SCOPE,
          verdict=(None, "retry_exhausted"), empties_mailbox=True),
+    Rule("settle", lambda c: store.settle(c.id, scope=c.hand.scope, grace=GRACE),
+         ("held", "pending", "retry", "expired"), settled, BY_SCOPE, empties_mailbox=True),
     Rule("bump_mirror_attempts", lambda c: store.bump_mirror_attempts(c.id, c.epoch),
          (*LIVE_OR_HELD, "failed", "parked"), {"mirror_attempts": Plus(1)}, BY_EPOCH),
     Rule("set_delivery", lambda c: store.set_delivery(**c.delivery, queue_job_id="message 2"), LIVE_OR_HELD,
