@@ -63,51 +63,18 @@ def _postgresql_options(given: dict[str, Any], name: str) -> dict[str, Any]:
 
 def close(connection: BaseDatabaseWrapper | None = None) -> None:
     """Close this thread's connection to the jobs' database, whatever its state; the next use connects."""
-    connection = connections[database.alias()] if connection is None else connection
-    raw = connection.connection
-    # What a block that was never left has noted would otherwise refuse every later connection.
-    connection.in_atomic_block = connection.needs_rollback = connection.closed_in_transaction = False
-    connection.savepoint_ids, connection.atomic_blocks, connection.run_on_commit = [], [], []
-    try:
-        connection.close()
-    except Exception as error:
-        tell(logger, logging.DEBUG, "close_failed", str(error))
-        connection.connection = None
-    if raw is not None and connection.connection is raw:
-        connection.connection = None
+    database.discard(connections[database.alias()] if connection is None else connection)
 
 
 def clean() -> None:
-    """Make this thread's connections as new: what a step has left open is rolled back or closed."""
+    """Make this thread's connections as new: what a step has left open on any of them is rolled back."""
     for connection in connections.all(initialized_only=True):
-        leave_clean(connection)
+        try:
+            left = database.clear(connection.alias)
+        except Exception as error:
+            tell(logger, logging.WARNING, "connection_dropped", str(error), alias=connection.alias)
+            database.discard(connection)
+            continue
+        if left is not database.Leftover.NOTHING:
+            tell(logger, logging.WARNING, "left_on_connection", left.value, alias=connection.alias)
     reset_queries()
-
-
-def leave_clean(connection: BaseDatabaseWrapper) -> None:
-    """Make one connection as new: close it if a transaction is open on it (but TestCase's), or if it broke."""
-    if connection.connection is None or any(block._from_testcase for block in connection.atomic_blocks):
-        return
-    try:
-        if _is_in_transaction(connection):
-            tell(logger, logging.WARNING, "transaction_left_open", "closed", alias=connection.alias)
-            close(connection)
-        elif connection.errors_occurred:
-            if connection.is_usable():
-                connection.errors_occurred = False
-            else:
-                close(connection)
-    except Exception as error:
-        tell(logger, logging.WARNING, "connection_dropped", str(error), alias=connection.alias)
-        close(connection)
-
-
-def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    if connection.in_atomic_block or not connection.get_autocommit():
-        return True
-    raw: Any = connection.connection
-    if connection.vendor == "sqlite":
-        return bool(raw.in_transaction)
-    if connection.vendor == "postgresql" and hasattr(raw, "info"):
-        return bool(raw.info.transaction_status)
-    return False

@@ -128,7 +128,9 @@ def redrive(kind: Kind, job_id: UUID, epoch: int, transition: Transition, record
                 _require_agreement(job, kind.on_redrive(job), "on_redrive")
             record(job)
             transaction.on_commit(partial(_after_redrive, kind, job), using=using, robust=True)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         if job is None or database.is_outage(error):
             raise
         _count_failed_hook(job, epoch, error)
@@ -149,7 +151,9 @@ def _end(kind: Kind | None, transition: Transition, event: str, record: Record |
             if record is not None:
                 record(job)
             transaction.on_commit(partial(_after_end, kind, job, event), using=using, robust=True)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         # An outage rolled everything back as well, but it says nothing about the hook.
         if job is None or database.is_outage(error):
             raise
@@ -205,8 +209,9 @@ def _count_failed_hook(job: Job, epoch: int, error: BaseException) -> None:
     """After the rollback, on the same connection: a second one would wait for the first for ever."""
     facts = describe(error)
     log("terminal_mirror_failed", job, level=logging.ERROR, status=job.status, error=error)
+    using = database.alias()
     try:
-        with database.joined(database.alias()):
+        with database.joined(using):
             counted = store.bump_mirror_attempts(job.id, epoch)
             store.add_event(
                 job,
@@ -216,12 +221,15 @@ def _count_failed_hook(job: Job, epoch: int, error: BaseException) -> None:
                 message=facts.message,
                 traceback=facts.traceback,
             )
+            if counted and job.mirror_attempts + 1 >= MIRROR_STUCK_AFTER:
+                transaction.on_commit(partial(_tell_stuck, job), using=using, robust=True)
     except Exception as second:
         log("mirror_not_counted", job, level=logging.ERROR, error=second)
-        return
-    if counted and job.mirror_attempts + 1 >= MIRROR_STUCK_AFTER:
-        log("mirror_stuck", job, level=logging.ERROR, mirror_attempts=job.mirror_attempts + 1)
-        signals.send(signals.job_mirror_stuck, job)
+
+
+def _tell_stuck(job: Job) -> None:
+    log("mirror_stuck", job, level=logging.ERROR, mirror_attempts=job.mirror_attempts + 1)
+    signals.send(signals.job_mirror_stuck, job)
 
 
 def _after_end(kind: Kind | None, job: Job, event: str) -> None:
@@ -240,5 +248,7 @@ def _after_redrive(kind: Kind, job: Job) -> None:
 def _after(hook: Callable[[Job], None], job: Job) -> None:
     try:
         hook(job)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         log("after_hook_failed", job, level=logging.ERROR, hook=hook.__name__, error=error)

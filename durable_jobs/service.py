@@ -72,6 +72,7 @@ KEY_LENGTH: Final = 200
 SCOPE_LENGTH: Final = 64
 QUEUE_LENGTH: Final = 100
 REASON_LENGTH: Final = 2000
+OPERATION_LENGTH: Final = 64
 EARLIEST_RUN: Final = datetime(2000, 1, 1, tzinfo=UTC)
 LONGEST_SCHEDULE: Final = timedelta(days=3660)
 LONGEST_REDRIVE_DELAY: Final = 366 * 86_400.0
@@ -176,17 +177,20 @@ def cancel(
     *,
     actor: Any = "",
     reason: str = "",
+    operation: str | None = None,
     scope: Scope | AllScopes | None = None,
 ) -> Job:
     """Ask for a job's end, and give the job as it then is.
 
     Work that does not run ends `cancelled` at once, with its hooks; if a hook fails, the request stays and the
     reconciler settles it. Running work sees the request at its next boundary: until then its status is
-    `running`. Never waits for a row that a slice has locked. `actor` is a user or a text.
+    `running`. Never waits for a row that a slice has locked. `actor` is a user or a text; `operation` (at most
+    64 characters) is kept in the history with the event, so that the jobs of one act can be found.
     Raises `NotFound`, `NotCancellable` (finished already), `Busy` (SQLite: the file was locked for 3 s).
     """
     who = _actor(actor)
     job_uuid, wanted = _required_id(job_id), _scope(scope)
+    operation = _operation(operation)
     using = database.alias()
     try:
         with database.joined(using, timeout=CANCEL_WAIT_SECONDS):
@@ -200,7 +204,12 @@ def cancel(
             if how is None or job.status in TERMINAL:
                 raise NotCancellable(job.id, job.status)
             store.add_event(
-                job, "cancel_requested", actor=who.text, actor_id=who.id, reason=jsontext.clean(reason)
+                job,
+                "cancel_requested",
+                actor=who.text,
+                actor_id=who.id,
+                reason=jsontext.clean(reason),
+                operation_id=operation,
             )
     except OperationalError as error:
         if database.is_locked(error):
@@ -232,12 +241,16 @@ def redrive(
     force: bool = False,
     restart: bool = False,
     delay: float = 0.0,
+    failed_before: datetime | None = None,
+    operation: str | None = None,
     scope: Scope | AllScopes | None = None,
 ) -> Job:
     """Run a job again from its checkpoint: one that failed, waits for its retry, or lost its worker.
 
     `force` (exactly True) also for what failed as unrecoverable; `restart` from the start, where the kind
     allows it; `delay` in seconds. Limits are reset, the kind's `on_redrive` runs in the same transaction.
+    `failed_before` (aware) leaves alone what did not fail, or failed later: a bulk act must not take a job twice.
+    `operation` as in `cancel`.
     Raises `NotFound`, `UnknownKind`, `RestartNotAllowed`, `ForceRequired`, `LockKeyHeld`, `NotRedrivable`,
     `Busy`, and `HookFailed` when the hook refused (nothing was changed).
     """
@@ -245,7 +258,7 @@ def redrive(
         if not isinstance(value, bool):
             raise InvalidInput(name, value, "is neither True nor False", "Pass the boolean itself.")
     wait = _seconds("delay", delay, LONGEST_REDRIVE_DELAY)
-    who = _actor(actor)
+    who, operation = _actor(actor), _operation(operation)
     job_uuid = _required_id(job_id)
     before = get(job_uuid, scope=scope)
     if before is None:
@@ -269,6 +282,7 @@ def redrive(
             delay=wait,
             forced=force,
             restart=restart,
+            failed_before=failed_before,
         )
         if isinstance(answer, store.Answer):
             _require_free_lock(before)
@@ -282,6 +296,7 @@ def redrive(
             actor=who.text,
             actor_id=who.id,
             reason=jsontext.clean(reason),
+            operation_id=operation,
             data={
                 "forced": force,
                 "restart": restart,
@@ -300,9 +315,13 @@ def redrive(
         raise
     if job is None:
         now = store.get(before.id)
-        if now is not None and now.status == Status.FAILED:
-            raise Busy(before.id)
-        raise NotRedrivable(before.id, now.status if now else "gone")
+        if now is None or now.status != Status.FAILED:
+            raise NotRedrivable(before.id, now.status if now else "gone")
+        if failed_before is not None and now.finished_at is not None and now.finished_at >= failed_before:
+            raise NotRedrivable(
+                before.id, now.status, f"since {now.finished_at.isoformat(sep=' ')}, too lately"
+            )
+        raise Busy(before.id)
     return job
 
 
@@ -538,6 +557,12 @@ def _key(field: str, value: object) -> str | None:
     if value is None:
         return None
     return _text(field, value, KEY_LENGTH, f"Pass a text of 1 to {KEY_LENGTH} characters, or None.")
+
+
+def _operation(value: object) -> str | None:
+    if value is None:
+        return None
+    return _text("operation", value, OPERATION_LENGTH, f"Use 1 to {OPERATION_LENGTH} characters, or None.")
 
 
 def _scope(scope: object) -> Scope | None:

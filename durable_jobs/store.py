@@ -33,7 +33,7 @@ from durable_jobs.conf import config
 from durable_jobs.database import Statement
 from durable_jobs.exceptions import ErrorFacts
 from durable_jobs.kinds import KEEP, Sentinel
-from durable_jobs.models import MANUAL_QUEUE, Job, Scope
+from durable_jobs.models import MANUAL_QUEUE, Job, JobEvent, Scope
 
 
 class Answer(enum.Enum):
@@ -181,6 +181,8 @@ _TYPES: dict[str, str] = {
     "idle": "text", "actor": "text", "actor_id": "text", "reason": "text", "event": "text",
     "operation_id": "text", "traceback": "text", "data": "jsonb", "release": "text", "suspects": "boolean",
     "host": "text", "pid": "int", "concurrency": "int", "queue_job_id": "text", "any": "boolean",
+    "failed_before": "timestamptz", "ended_before": "timestamptz", "after_time": "timestamptz",
+    "statuses": "text[]", "budget": "bigint",
 }  # fmt: skip
 
 
@@ -200,6 +202,7 @@ _MAILBOX = "EXISTS (SELECT 1 FROM durable_jobs_cancelrequest m WHERE m.job_id = 
 def _snippets(vendor: str) -> Mapping[str, str]:
     return {
         "columns": ", ".join(f'"{field.column}"' for field in Job._meta.concrete_fields),
+        "event_columns": ", ".join(f'"{field.column}"' for field in JobEvent._meta.concrete_fields),
         "owned": _OWNED,
         "mailbox": _MAILBOX,
         # Read as a value: in SQLite's RETURNING (3.40) `x IS NOT NULL` over a partial index's column is true.
@@ -218,6 +221,19 @@ def _snippets(vendor: str) -> Mapping[str, str]:
         "unpaused": """NOT EXISTS (SELECT 1 FROM durable_jobs_pause p
             WHERE (p.queue_name = '' OR p.queue_name = c.queue_name)
               AND (p.kind = '' OR p.kind = c.kind) AND (p.tenant_id = '' OR p.tenant_id = c.tenant_id))""",
+        # Asked of the route, so that a paused backlog is not walked row by row.
+        "open": """NOT EXISTS (SELECT 1 FROM durable_jobs_pause p WHERE p.tenant_id = ''
+            AND (p.queue_name = '' OR p.queue_name = {queue}) AND (p.kind = '' OR p.kind = {kind}))""",
+        "queue": "g.queue" if vendor == "postgresql" else "json_extract(g.value, '$[0]')",
+        "kind": "g.kind" if vendor == "postgresql" else "json_extract(g.value, '$[1]')",
+        "wanted": (
+            "(:any OR c.queue_name = ANY(:queues)) AND c.kind = ANY(:kinds) AND c.queue_name <> 'manual'"
+            if vendor == "postgresql"
+            else """(:any OR c.queue_name IN (SELECT value FROM json_each(:queues)))
+                AND c.kind IN (SELECT value FROM json_each(:kinds)) AND c.queue_name <> 'manual'"""
+        ),
+        "by_running": "" if vendor == "postgresql" else "INDEXED BY durable_jobs_running",
+        "by_cancelling": "" if vendor == "postgresql" else "INDEXED BY durable_jobs_cancelling",
         # Poison takes its neighbours along: a process that runs one suspect claims no second.
         "fit": "{unpaused} AND (:suspects OR c.redrives_since_commit = 0)",
         "paused": """EXISTS (SELECT 1 FROM durable_jobs_pause p
@@ -330,7 +346,7 @@ def _claim_next(size: int) -> Statement:
     WITH g AS MATERIALIZED (
         SELECT * FROM unnest(:queues, :kinds, :priorities, :floors, :ttls)
             AS g(queue, kind, priority, floor, ttl)
-        ORDER BY priority DESC, random()),
+        WHERE {{open}} ORDER BY priority DESC, random()),
     due AS MATERIALIZED (
         SELECT ready.id AS due_id, ready.next_run_at AS due_at, g.ttl AS due_ttl FROM g CROSS JOIN LATERAL (
             SELECT c.id, c.next_run_at FROM {{job}} c
@@ -351,7 +367,7 @@ def _claim_next(size: int) -> Statement:
         SELECT c.id FROM json_each(:probes) g CROSS JOIN {{job}} c INDEXED BY durable_jobs_ready
         WHERE c.queue_name = json_extract(g.value, '$[0]') AND c.kind = json_extract(g.value, '$[1]')
             AND c.priority = json_extract(g.value, '$[2]') AND c.next_run_at IS NOT NULL
-            AND c.next_run_at <= {{index_now}} AND {{fit}}
+            AND c.next_run_at <= {{index_now}} AND {{open}} AND {{fit}}
         LIMIT {size})
     RETURNING {{columns}}, NULL""",
     )
@@ -361,14 +377,19 @@ _CLAIM_NEXT = {size: _claim_next(size) for size in _CLAIM_SIZES}
 
 _IS_DUE = _statement(
     """
-    SELECT 1 FROM unnest(:queues, :kinds, :priorities) AS g(queue, kind, priority) JOIN {job} c
-        ON c.queue_name = g.queue AND c.kind = g.kind AND c.priority = g.priority
-    WHERE c.next_run_at IS NOT NULL AND c.next_run_at <= {index_now} AND {fit} LIMIT 1""",
+    WITH g AS MATERIALIZED (
+        SELECT * FROM unnest(:queues, :kinds, :priorities) AS g(queue, kind, priority) WHERE {open})
+    SELECT 1 FROM g CROSS JOIN LATERAL (
+        SELECT 1 FROM {job} c
+        WHERE c.queue_name = g.queue AND c.kind = g.kind AND c.priority = g.priority
+            AND c.next_run_at IS NOT NULL AND c.next_run_at <= {index_now} AND {fit}
+        ORDER BY c.next_run_at LIMIT 1) ready
+    LIMIT 1""",
     """
     SELECT 1 FROM json_each(:probes) g CROSS JOIN {job} c INDEXED BY durable_jobs_ready
     WHERE c.queue_name = json_extract(g.value, '$[0]') AND c.kind = json_extract(g.value, '$[1]')
         AND c.priority = json_extract(g.value, '$[2]') AND c.next_run_at IS NOT NULL
-        AND c.next_run_at <= {index_now} AND {fit} LIMIT 1""",
+        AND c.next_run_at <= {index_now} AND {open} AND {fit} LIMIT 1""",
 )
 
 _ROUTES = _statement(
@@ -530,7 +551,7 @@ _CANCEL_WAITING = _statement("""
         {skip_locked})
     AND (cancel_requested_at IS NOT NULL OR {mailbox}) RETURNING {columns}""")
 _CANCELLING = _statement("""
-    SELECT id, kind, {asked} FROM {job}
+    SELECT id, kind, {asked} FROM {job} {by_cancelling}
     WHERE cancel_requested_at IS NOT NULL AND finished_at IS NULL
         AND (status <> 'running' OR lease_owner IS NULL) AND queue_name <> :manual AND {sweep}
     ORDER BY id LIMIT :batch""")
@@ -539,7 +560,7 @@ _CANCELLING = _statement("""
 _ORPHANS = _statement("""
     SELECT id, kind, tenant_id, organization_id, lease_owner, lease_epoch, lease_expires_at,
         cancel_requested_at IS NOT NULL OR {mailbox}, verdict, redrives_since_commit, {overdue}
-    FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL AND queue_name <> :manual
+    FROM {job} {by_running} WHERE status = 'running' AND lease_owner IS NOT NULL AND queue_name <> :manual
         AND lease_expires_at < {before :grace} AND {sweep}
         AND (cancel_requested_at IS NOT NULL OR {mailbox} OR NOT {paused})
     ORDER BY id LIMIT :batch""")
@@ -590,7 +611,8 @@ _REDRIVE = _statement("""
             AND coalesce(c.organization_id, '') = coalesce(:organization, '')))
         AND (c.status = 'failed' OR (c.status = 'running' AND (c.lease_owner IS NULL
             OR c.lease_expires_at < {before :grace})))
-        AND (:forced OR c.verdict IS NULL OR c.verdict <> 'unrecoverable') {skip_locked})
+        AND (:forced OR c.verdict IS NULL OR c.verdict <> 'unrecoverable')
+        AND (:failed_before IS NULL OR (c.status = 'failed' AND c.finished_at < :failed_before)) {skip_locked})
     RETURNING {columns}""")
 
 _SETTLE = _statement("""
@@ -617,6 +639,53 @@ _ADD_EVENT = _statement("""
     VALUES (:id, {now}, :event, :kind, :tenant, :organization, :epoch, :seq, :owner, :actor, :actor_id,
         :reason, :operation_id, :code, :error_type, :message, :traceback, :data, :release)""")
 
+# By key, so that no batch walks over the index entries of the rows that earlier ones have deleted. Rows are
+# large or small: the sizes decide how many of a batch go, the first in any case.
+_PRUNE_BATCH = _statement(
+    """
+    WITH page AS MATERIALIZED (
+        SELECT c.id AS page_id, c.finished_at AS page_time, coalesce(octet_length(c.input), 0)
+            + coalesce(octet_length(c.checkpoint), 0) + coalesce(octet_length(c.result), 0)
+            + coalesce(octet_length(c.error_message), 0) + 1000 AS size
+        FROM {job} c WHERE c.finished_at IS NOT NULL AND c.finished_at < :ended_before
+            AND c.status IN ('completed', 'cancelled', 'failed') AND c.status = ANY(:statuses)
+            AND (c.finished_at, c.id) > (:after_time, :after_id)
+        ORDER BY c.finished_at, c.id LIMIT :batch FOR UPDATE OF c SKIP LOCKED),
+    chosen AS MATERIALIZED (
+        SELECT page_id FROM (
+            SELECT page_id, sum(size) OVER (ORDER BY page_time, page_id) - size AS before FROM page) p
+        WHERE before < :budget)
+    DELETE FROM {job} USING chosen WHERE {job}.id = chosen.page_id
+        AND {job}.finished_at < :ended_before AND {job}.status = ANY(:statuses)
+    RETURNING {columns}""",
+    """
+    DELETE FROM {job} WHERE id IN (
+        SELECT id FROM (
+            SELECT id, sum(size) OVER (ORDER BY finished_at, id) - size AS before FROM (
+                SELECT c.id, c.finished_at, coalesce(length(c.input), 0) + coalesce(length(c.checkpoint), 0)
+                    + coalesce(length(c.result), 0) + coalesce(length(c.error_message), 0) + 1000 AS size
+                FROM {job} c WHERE c.finished_at IS NOT NULL AND c.finished_at < :ended_before
+                    AND c.status IN ('completed', 'cancelled', 'failed')
+                    AND c.status IN (SELECT value FROM json_each(:statuses))
+                    AND (c.finished_at > :after_time OR (c.finished_at = :after_time AND c.id > :after_id))
+                    AND c.finished_at >= :after_time
+                ORDER BY c.finished_at, c.id LIMIT :batch)) WHERE before < :budget)
+    RETURNING {columns}""",
+)
+_PRUNE_EVENTS = _statement(
+    """DELETE FROM durable_jobs_event WHERE id IN (
+        SELECT e.id FROM durable_jobs_event e WHERE e.job_id = ANY(:ids) ORDER BY e.id LIMIT :batch)
+    RETURNING {event_columns}""",
+    """DELETE FROM durable_jobs_event WHERE id IN (
+        SELECT e.id FROM durable_jobs_event e WHERE e.job_id IN (SELECT value FROM json_each(:ids))
+        ORDER BY e.id LIMIT :batch)
+    RETURNING {event_columns}""",
+)
+_PRUNE_MAIL = _statement(
+    "DELETE FROM durable_jobs_cancelrequest WHERE job_id = ANY(:ids)",
+    "DELETE FROM durable_jobs_cancelrequest WHERE job_id IN (SELECT value FROM json_each(:ids))",
+)
+
 _WORKER_STARTED = _statement("""
     INSERT INTO durable_jobs_worker (owner, host, pid, queues, kinds, concurrency, release, started_at,
         beat_at) VALUES (:owner, :host, :pid, :queue, :kind, :concurrency, :release, {now}, {now})
@@ -637,14 +706,19 @@ _LEASED = _statement("""
         AND (:tenant = '' OR tenant_id = :tenant)""")
 _NOW = _statement("SELECT {now}")
 
+# What ended is never read: a sorted look at the ready index, after the running rows.
 _UNFINISHED = _statement(
-    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running') AND (:any OR queue_name = ANY(:queues))
-        AND queue_name <> 'manual' AND kind = ANY(:kinds)
-        AND (next_run_at IS NULL OR next_run_at <= {now} OR attempts > 0) LIMIT 1""",
-    """SELECT 1 FROM {job} WHERE status IN ('pending', 'running') AND queue_name <> 'manual'
-        AND (:any OR queue_name IN (SELECT value FROM json_each(:queues)))
-        AND kind IN (SELECT value FROM json_each(:kinds))
-        AND (next_run_at IS NULL OR next_run_at <= {now} OR attempts > 0) LIMIT 1""",
+    """
+    SELECT 1 WHERE EXISTS (
+        SELECT 1 FROM {job} c WHERE c.status = 'running' AND {wanted})
+    OR (SELECT c.id FROM {job} c WHERE c.next_run_at IS NOT NULL AND {wanted}
+            AND (c.next_run_at <= {index_now} OR c.attempts > 0)
+        ORDER BY c.queue_name, c.kind, c.priority, c.next_run_at LIMIT 1) IS NOT NULL""",
+    """
+    SELECT 1 WHERE EXISTS (
+        SELECT 1 FROM {job} c INDEXED BY durable_jobs_running WHERE c.status = 'running' AND {wanted})
+    OR EXISTS (SELECT 1 FROM {job} c INDEXED BY durable_jobs_ready WHERE c.next_run_at IS NOT NULL AND {wanted}
+            AND (c.next_run_at <= {index_now} OR c.attempts > 0))""",
 )
 
 
@@ -1112,9 +1186,11 @@ def redrive(
     delay: float = 0.0,
     forced: bool = False,
     restart: bool = False,
+    failed_before: datetime | None = None,
 ) -> Job | Answer | None:
     """failed, orphaned, or waiting for its retry → pending, redrives + 1, epoch + 1, limits reset.
 
+    With `failed_before` only what failed before that moment.
     BUSY when another live job holds the lock key: the index has the last word. None: not redrivable
     (or locked, or unrecoverable and not forced).
     """
@@ -1122,8 +1198,9 @@ def redrive(
     try:
         with Atomic(connection.alias, savepoint=True, durable=False):
             rows = _REDRIVE.run(
-                connection, id=job_id, **_in(scope), grace=grace, delay=delay, forced=forced, restart=restart
-            )
+                connection, id=job_id, **_in(scope), grace=grace, delay=delay, forced=forced, restart=restart,
+                failed_before=failed_before,
+            )  # fmt: skip
             return _emptied(connection, _one(connection, rows))
     except IntegrityError as error:
         if "durable_jobs_one_live" not in str(error):
@@ -1194,6 +1271,39 @@ def add_event(
         data=None if data is None else json.dumps(data),
         release=config.RELEASE,
     )
+
+
+def prune_batch(
+    *,
+    ended_before: datetime,
+    statuses: Collection[str],
+    after: tuple[datetime, UUID],
+    batch: int,
+    budget: int,
+) -> list[Job]:
+    """completed, cancelled or failed → gone: up to `batch` jobs that ended before a moment, by (finished_at, id).
+
+    Inside the caller's transaction, and never a job that has not ended. Together they hold little more than
+    `budget` characters of text. Rows that somebody holds are passed over. Go on `after` the last (finished_at, id); the answer
+    is empty when nothing is left. Delete their events with `prune_events` until none is left.
+    """
+    connection = database.connection()
+    rows = _PRUNE_BATCH.run(
+        connection, ended_before=ended_before, statuses=list(statuses), after_time=after[0], after_id=after[1],
+        batch=batch, budget=budget,
+    )  # fmt: skip
+    jobs = sorted(_jobs(connection, rows), key=lambda job: (job.finished_at, job.id))
+    if jobs:
+        _PRUNE_MAIL.run(connection, ids=[job.id for job in jobs])
+    return jobs
+
+
+def prune_events(job_ids: Collection[UUID], batch: int) -> list[JobEvent]:
+    """Delete up to `batch` events of these jobs, in the transaction that has deleted the jobs."""
+    connection = database.connection()
+    rows = _PRUNE_EVENTS.run(connection, ids=list(job_ids), batch=batch)
+    events = database.loader(JobEvent, connection).load(connection, rows)
+    return sorted(events, key=lambda event: event.id)
 
 
 def worker_started(

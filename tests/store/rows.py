@@ -14,7 +14,7 @@ from django.db import connections
 
 from durable_jobs import database, store
 from durable_jobs.jsontext import sha256
-from durable_jobs.models import Job, uuid7
+from durable_jobs.models import CancelRequest, Job, JobEvent, uuid7
 from durable_jobs.store import Lease, Orphan, Probe
 
 ME = "worker-me"
@@ -243,15 +243,14 @@ def as_columns(job: Job) -> dict[str, Any]:
 
 def stored() -> dict[UUID, list[tuple[Any, ...]]]:
     """Every value of every job, with its letters and events, as the driver gives them."""
+    # SQLite's driver turns texts into moments, and two texts can be one moment: quoted, they are what they are.
+    value = 'quote("{}")' if connections[database.alias()].vendor == "sqlite" else '"{}"'
     found: dict[UUID, list[tuple[Any, ...]]] = {}
-    for table, key in [("job", "id"), ("cancelrequest", "job_id"), ("event", "job_id")]:
-        for job_id, *row in execute(f"SELECT {key}, t.* FROM durable_jobs_{table} t ORDER BY id"):
-            found.setdefault(UUID(str(job_id)), []).append((table, *row))
+    for model, key in [(Job, "id"), (CancelRequest, "job_id"), (JobEvent, "job_id")]:
+        values = ", ".join(value.format(field.column) for field in model._meta.concrete_fields)
+        for job_id, *row in execute(f"SELECT {key}, {values} FROM {model._meta.db_table} ORDER BY id"):
+            found.setdefault(UUID(str(job_id)), []).append((key, *row))
     return found
-
-
-def mail(job_id: UUID) -> list[tuple[Any, ...]]:
-    return execute("SELECT * FROM durable_jobs_cancelrequest WHERE job_id = %s ORDER BY id", job_id)
 
 
 def letters() -> dict[UUID, list[tuple[Any, ...]]]:
