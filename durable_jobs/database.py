@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django.apps import apps
-from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, connections, router
+from django.db import InterfaceError, OperationalError, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import Atomic, TransactionManagementError
 from django.db.utils import DatabaseError
@@ -61,7 +61,7 @@ class OwnAtomic(Atomic):
     """
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        if exc_type is None and _is_doomed(connections[self.using or DEFAULT_DB_ALIAS]):
+        if exc_type is None and _is_doomed(connections[self.using or alias()]):
             error = TransactionManagementError(
                 "A database error was swallowed inside this transaction, or its connection was closed, so that "
                 "it can only be rolled back. Put what may fail into a block of its own: "
