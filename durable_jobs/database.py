@@ -98,6 +98,11 @@ def refuse_borrowed(using: str, what: str) -> None:
         raise TransactionOwned(what)
 
 
+def in_transaction(using: str) -> bool:
+    """Whether a transaction is open here; the block that Django's TestCase opens does not count."""
+    return any(not is_testcases(block) for block in connections[using].atomic_blocks)
+
+
 class WriterLock:
     """A fair lock for the writers of one SQLite file in this process; beats overtake the rest.
 

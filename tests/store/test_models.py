@@ -234,8 +234,10 @@ def test_lengths_are_as_documented() -> None:
 # --- ids -------------------------------------------------------------------------------------------------------------
 
 
-def test_an_id_is_a_uuid_of_version_seven() -> None:
+def test_an_id_is_a_uuid_of_version_seven(monkeypatch: pytest.MonkeyPatch) -> None:
     """RFC 9562: 48 bits of milliseconds, then version and variant where they belong."""
+    # Another test may have set the clock forward; ids never go back.
+    monkeypatch.setattr(jobs, "_uuid_last", 0)
     before = time.time_ns() // 1_000_000
     ids = [uuid7() for _ in range(2000)]
     after = time.time_ns() // 1_000_000
