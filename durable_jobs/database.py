@@ -61,7 +61,7 @@ class OwnAtomic(Atomic):
     """
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        if exc_type is None and _is_doomed(connections[self.using]):
+        if exc_type is None and _is_doomed(connections[self.using or alias()]):
             error = TransactionManagementError(
                 "A database error was swallowed inside this transaction, or its connection was closed, so that "
                 "it can only be rolled back. Put what may fail into a block of its own: "

@@ -345,7 +345,7 @@ def test_explain_finds_the_holder_of_the_lock() -> None:
     done = make_job("failed", kind="tests.known", lock_key="import:7")
     assert codes_of(done) == ["failed"]
     holder = make_job("pending", kind="tests.known", lock_key="import:7")
-    failure, lock_held = explain.explain(done)
+    _failed, lock_held = explain.explain(done)
     assert lock_held.code == "lock_held" and str(holder.id) in lock_held.sentence
 
 
