@@ -18,6 +18,7 @@ KEEPALIVES = {"keepalives": 1, "keepalives_idle": 30, "keepalives_interval": 10,
 """A peer that vanished is noticed within a minute instead of hours."""
 CONNECT_TIMEOUT = 5
 GIVE_WAY_SECONDS = 1.0
+_GIVEN = "_durable_jobs_given_settings"
 
 
 def own(name: str) -> BaseDatabaseWrapper:
@@ -28,9 +29,10 @@ def own(name: str) -> BaseDatabaseWrapper:
     process go first. Nothing is connected yet.
     """
     connection = connections[database.alias()]
-    if getattr(connection, "durable_jobs_own", False):
+    if hasattr(connection, _GIVEN):
         return connection
     close(connection)
+    setattr(connection, _GIVEN, connection.settings_dict)
     settings = copy.copy(connection.settings_dict)
     settings["CONN_MAX_AGE"] = None
     if connection.vendor == "postgresql":
@@ -38,8 +40,18 @@ def own(name: str) -> BaseDatabaseWrapper:
     if connection.vendor == "sqlite":
         connection.execute_wrappers.append(_give_way)
     connection.settings_dict = settings
-    connection.durable_jobs_own = True
     return connection
+
+
+def disown() -> None:
+    """Close this thread's connection and give it the project's own settings back."""
+    connection = connections[database.alias()]
+    close(connection)
+    if hasattr(connection, _GIVEN):
+        connection.settings_dict = getattr(connection, _GIVEN)
+        delattr(connection, _GIVEN)
+        if _give_way in connection.execute_wrappers:
+            connection.execute_wrappers.remove(_give_way)
 
 
 def _give_way(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:

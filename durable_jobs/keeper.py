@@ -167,7 +167,7 @@ class Keeper:
     def ask_to_stop(self) -> None:
         """Wake every step that waits on `ctx.stop`: the process drains."""
         with self._guard:
-            for hold in self._holds:
+            for hold in self._holds.values():
                 hold.stop.set()
 
     def beat_now(self) -> None:
