@@ -917,16 +917,16 @@ def test_a_wrong_setting_is_one_line(processes: Processes) -> None:
 
 @with_database
 def test_a_bulk_goes_on_after_a_kill(processes: Processes) -> None:
-    made = [make_job("failed", kind="worker.quick", queue="worker") for _ in range(600)]
+    made = [make_job("failed", kind="worker.quick", queue="worker") for _ in range(300)]
     given = ["durable_jobs", "redrive", "--kind", "worker.quick", "--yes"]
     first = processes.manage(*given, settings=DISCOVERED)
     wait_until(partial(pending_at_least, 50), 30, "nothing was redriven")
     first.kill()
     done = statuses()["pending"]
-    assert 50 <= done < 600
+    assert 50 <= done < 300
     second = processes.manage(*given, settings=DISCOVERED)
-    assert second.wait(60) == 0 and f"Redrove {600 - done} of {600 - done}." in second.output, second.output
-    assert statuses() == {"pending": 600}
+    assert second.wait(60) == 0 and f"Redrove {300 - done} of {300 - done}." in second.output, second.output
+    assert statuses() == {"pending": 300}
     assert set(Job.objects.values_list("redrives", flat=True)) == {1}
     assert JobEvent.objects.filter(event="redriven").count() == len(made)
 
@@ -937,13 +937,13 @@ def pending_at_least(number: int) -> bool:
 
 @with_database
 def test_a_bulk_that_is_interrupted_says_how_far_it_came(processes: Processes) -> None:
-    for _ in range(600):
+    for _ in range(300):
         make_job("failed", kind="worker.quick", queue="worker")
     run = processes.manage("durable_jobs", "redrive", "--kind", "worker.quick", "--yes", settings=DISCOVERED)
     wait_until(partial(pending_at_least, 20), 30, "nothing was redriven")
     run.send(signal.SIGINT)
     assert run.wait(20) == 130, run.output
-    assert re.search(r"Redrove \d+ of 600\.", run.output) and "Run the same command again" in run.output
+    assert re.search(r"Redrove \d+ of 300\.", run.output) and "Run the same command again" in run.output
     assert "Traceback" not in run.output
 
 
