@@ -197,14 +197,13 @@ def test_a_cancel_is_carried_back(keeper: Keeper) -> None:
     assert not hold.lost
 
 
-def test_a_pause_is_carried_back_and_stops_nothing(keeper: Keeper) -> None:
+def test_a_pause_is_carried_back_and_wakes_a_waiting_step(keeper: Keeper) -> None:
     hold = claimed(ttl=0.6)
     keeper.hold(hold)
     service.pause(queue="worker", reason="maintenance", actor="test")
     wait_until(lambda: hold.paused, 2, "the pause was not seen")
-    assert not hold.stop.is_set()
-    service.unpause(queue="worker")
-    wait_until(lambda: not hold.paused, 2, "the end of the pause was not seen")
+    assert hold.stop.is_set()
+    assert not hold.cancelled
 
 
 def test_a_row_of_this_owner_that_nobody_holds_is_given_back(
