@@ -523,6 +523,29 @@ class TestFence:
         assert run_slice(start(made(step))).outcome == Outcome.COMPLETED
         assert marks() == ["a"]
 
+    @pytest.mark.parametrize("nasty", [ValueError("x"), SystemExit(3)], ids=repr)
+    def test_a_callback_that_raises_after_the_commit_does_not_undo_it(self, nasty: BaseException) -> None:
+        """C054: rows and cursor are committed, so ctx has moved on: whoever goes on must not do the batch again."""
+
+        def fail() -> None:
+            raise nasty
+
+        def step(ctx: Any) -> Done:
+            with pytest.raises(type(nasty)), ctx.fenced():
+                mark("a")
+                transaction.on_commit(fail)
+                ctx.save_checkpoint({"at": 1}, advance=1)
+            assert (ctx.checkpoint, ctx.processed) == ({"at": 1}, 1)
+            with ctx.fenced():
+                mark("b")
+                ctx.save_checkpoint({"at": 2}, advance=1)
+            return Done()
+
+        job = start(made(step))
+        change(job, consecutive_failures=2)
+        assert run_slice(job).outcome == Outcome.COMPLETED
+        assert (marks(), row(job).checkpoint, row(job).processed_count) == (["a", "b"], {"at": 2}, 2)
+
     def test_a_long_fence_is_told(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
