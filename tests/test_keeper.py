@@ -230,6 +230,33 @@ def test_an_idle_process_finds_strangers_too(monkeypatch: pytest.MonkeyPatch) ->
         keeper.stop()
 
 
+def look(keeper: Keeper) -> None:
+    before = time.monotonic()
+    keeper.beat_now()
+    wait_until(lambda: keeper.last_beat > before, 3, "no look")
+
+
+def test_a_row_whose_slice_was_given_up_here_is_no_stranger(keeper: Keeper) -> None:
+    job = claimed(ttl=30)
+    job.observe(lost=True)
+    keeper.hold(job)
+    for _ in range(3):
+        look(keeper)
+    assert row(job).status == "running"
+
+
+def test_one_look_makes_no_stranger(keeper: Keeper) -> None:
+    job = claimed(ttl=30)
+    look(keeper)
+    keeper.hold(job)
+    look(keeper)
+    keeper.let_go(job)
+    look(keeper)
+    assert row(job).status == "running"
+    look(keeper)
+    wait_until(lambda: row(job).status == "pending", 1, "not given back at the second look in a row")
+
+
 def test_no_row_is_a_stranger_while_a_claim_is_in_flight(keeper: Keeper) -> None:
     known = claimed(ttl=0.6)
     keeper.hold(known)

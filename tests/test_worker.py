@@ -185,7 +185,7 @@ def test_of_jobs_orphaned_since_their_last_commit_one_runs_at_a_time(settings: A
 
 def test_a_suspect_that_has_committed_is_none_any_more(settings: Any) -> None:
     settings.DURABLE_JOBS = SETTINGS
-    suspects = [job("patient", 2) for _ in range(2)]
+    suspects = [job("patient", 60) for _ in range(2)]
     with connection.cursor() as cursor:
         cursor.execute("UPDATE durable_jobs_job SET redrives_since_commit = 1")
     with RunningHere(concurrency=4):
@@ -276,7 +276,7 @@ def test_leases_are_kept_during_a_drain(start_worker: Start) -> None:
     end = time.monotonic() + 2.4
     while time.monotonic() < end and process.running:
         row = now(one)
-        assert row.status == "completed" or row.lease_expires_at > row.heartbeat_at
+        assert row.status == "completed" or row.lease_expires_at > timezone.now()
         time.sleep(0.1)
     assert process.wait(10) == 0, process.output
     assert now(one).status == "completed"
@@ -395,7 +395,7 @@ def test_a_worker_whose_threads_all_hang_ends_with_75(start_worker: Start) -> No
 
 def test_a_worker_goes_on_with_the_threads_that_do_not_hang(start_worker: Start) -> None:
     hung = job("hang", priority=9)
-    process = start_worker("--concurrency", "2", "--drain-timeout", "1")
+    process = start_worker("--concurrency", "2", "--drain-timeout", "60")
     process.wait_for_output("slice_overdue")
     wait_until(lambda: now(hung).lease_expires_at < timezone.now(), 5, "still renewed")
     others = [job("quick") for _ in range(5)]
