@@ -61,7 +61,7 @@ class OwnAtomic(Atomic):
     """
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        if exc_type is None and _is_doomed(connections[self.using]):
+        if exc_type is None and _is_doomed(connections[self.using or alias()]):
             error = TransactionManagementError(
                 "A database error was swallowed inside this transaction, or its connection was closed, so that "
                 "it can only be rolled back. Put what may fail into a block of its own: "
@@ -96,6 +96,11 @@ def refuse_borrowed(using: str, what: str) -> None:
     # With autocommit off the end of a block commits nothing.
     if not connection.in_atomic_block and not connection.get_autocommit():
         raise TransactionOwned(what)
+
+
+def in_transaction(using: str) -> bool:
+    """Whether a transaction is open here; the block that Django's TestCase opens does not count."""
+    return any(not is_testcases(block) for block in connections[using].atomic_blocks)
 
 
 class WriterLock:

@@ -233,17 +233,17 @@ def reasons(
     if job.status not in (Status.HELD, Status.PENDING, Status.RUNNING):
         return []
     if requested_at is not None:
-        return found if _has(found, "cancel_") else [*found, _of_a_new_cancel(job, now, requested_at)]
+        told = _has(found, "cancel_") or _has(found, "lease_expired")
+        return found if told else [*found, _of_a_new_cancel(job, now, requested_at)]
     if job.status == Status.HELD:
         return [*found, Reason("held", "It is held: nothing starts it by itself.", "Release it.")]
     if _is_owned(job):
         return [*found, *(_pausing(pause) for pause in matching(job, pauses))]
-    return [
-        *found,
-        *(_paused(pause) for pause in matching(job, pauses)),
-        *_of_workers(job, kind, now, workers, last_worker),
-        *_of_waiting(job, kind, now),
-    ]
+    found += [_paused(pause) for pause in matching(job, pauses)]
+    found += _of_workers(job, kind, now, workers, last_worker)
+    waiting = _of_waiting(job, kind, now)
+    # "Waits for a free worker" is only true when nothing else is in the way.
+    return found if found and waiting.code == "waiting" else [*found, waiting]
 
 
 # --- inside ---------------------------------------------------------------------------------------------
@@ -380,26 +380,26 @@ def _of_workers(
     return []
 
 
-def _of_waiting(job: Job, kind: Kind | None, now: datetime) -> list[Reason]:
+def _of_waiting(job: Job, kind: Kind | None, now: datetime) -> Reason:
     """What the job waits for by itself."""
     assert job.next_run_at is not None
     ahead = (job.next_run_at - now).total_seconds()
     when = f"in {span(ahead)}" if ahead > 0 else "as soon as a worker is free"
     if job.verdict is not None:
         sentence = f"Its work has failed for good ({job.error_type or 'no type'}); ending the job, with its hooks, is tried again {when}."
-        return [Reason("ending", sentence)]
+        return Reason("ending", sentence)
     if job.status == Status.RUNNING:
         if not job.consecutive_failures:
-            return [Reason("retrying", f"Goes on {when}; no failure is counted.", "A redrive runs it now.")]
+            return Reason("retrying", f"Goes on {when}; no failure is counted.", "A redrive runs it now.")
         limit = f" of {kind.retry.failures}" if kind is not None else ""
         sentence = f"Tries again {when}; {job.consecutive_failures}{limit} failures, the last: {job.error_type or 'no type'}."
-        return [Reason("retrying", sentence, "A redrive runs it now.")]
+        return Reason("retrying", sentence, "A redrive runs it now.")
     if ahead > 0:
         asked = "as the job asked" if job.attempts else "as scheduled"
-        return [Reason("scheduled", f"Due in {span(ahead)}, {asked}.")]
-    return [
-        Reason("waiting", f"Due for {span(-ahead)}; waits for a free worker of the queue {job.queue_name}.")
-    ]
+        return Reason("scheduled", f"Due in {span(ahead)}, {asked}.")
+    return Reason(
+        "waiting", f"Due for {span(-ahead)}; waits for a free worker of the queue {job.queue_name}."
+    )
 
 
 def _of_failed(job: Job, kind: Kind | None, holder: Job | None) -> list[Reason]:

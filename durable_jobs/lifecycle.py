@@ -11,9 +11,10 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 from uuid import UUID
 
-from django.db import transaction
+from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.dispatch import Signal
 
@@ -119,8 +120,10 @@ def redrive(kind: Kind, job_id: UUID, epoch: int, transition: Transition, record
     """
     using = database.alias()
     job: Job | None = None
+    raw: Any = None
     try:
-        with database.joined(using):
+        with database.joined(using) as connection:
+            raw = connection.connection
             job = transition()
             if job is None:
                 return None
@@ -131,7 +134,7 @@ def redrive(kind: Kind, job_id: UUID, epoch: int, transition: Transition, record
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        if job is None or database.is_outage(error):
+        if job is None or _is_outage(error, using, raw):
             raise
         _count_failed_hook(job, epoch, error)
         raise HookFailed(job.id, job.kind, job.status, error) from error
@@ -141,8 +144,10 @@ def redrive(kind: Kind, job_id: UUID, epoch: int, transition: Transition, record
 def _end(kind: Kind | None, transition: Transition, event: str, record: Record | None = None) -> Job | None:
     using = database.alias()
     job: Job | None = None
+    raw: Any = None
     try:
-        with _unit(kind, using, record):
+        with _unit(kind, using, record) as connection:
+            raw = connection.connection
             job = transition()
             if job is None:
                 return None
@@ -154,12 +159,20 @@ def _end(kind: Kind | None, transition: Transition, event: str, record: Record |
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # An outage rolled everything back as well, but it says nothing about the hook.
-        if job is None or database.is_outage(error):
+        if job is None or _is_outage(error, using, raw):
             raise
         _count_failed_hook(job, job.lease_epoch, error)
         raise HookFailed(job.id, job.kind, job.status, error) from error
     return job
+
+
+def _is_outage(error: BaseException, using: str, raw: Any) -> bool:
+    """Whether the connection `raw` broke, which rolled everything back but says nothing about the hook.
+
+    While it works, such an error is the hook's own: a cursor used after its end, another database.
+    """
+    connection = connections[using]
+    return database.is_outage(error) and (connection.connection is not raw or not connection.is_usable())
 
 
 def _unit(

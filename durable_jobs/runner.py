@@ -330,7 +330,7 @@ class SliceContext:
         self._unwritten = store.NO_COUNTS
 
     def _may_write_alone(self) -> bool:
-        return not _in_event_loop() and not connections[self.alias].in_atomic_block
+        return not _in_event_loop() and not database.in_transaction(self.alias)
 
     def _counts(
         self, advance: int, processed: int | None, total: int | Sentinel | None, message: str | None

@@ -43,6 +43,10 @@ COLOURS: Mapping[str, str] = {
 }
 
 
+LAST_COLUMN = 30
+"""The least width that is left for it; it is the one that may be long."""
+
+
 class Output:
     """Writes to a command's streams. `json` says that standard output is for a program."""
 
@@ -115,13 +119,15 @@ class Output:
         self, headings: Sequence[str], cells: list[list[str]], right: Sequence[bool], title: str
     ) -> None:
         table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        for heading, to_right in zip(headings, right, strict=True):
-            # An id that is cut cannot be copied.
-            table.add_column(
-                heading, justify="right" if to_right else "left", overflow="fold", no_wrap=heading == "id"
-            )
+        *fixed, last = range(len(headings))
+        for n in fixed:
+            table.add_column(headings[n], justify="right" if right[n] else "left", no_wrap=True)
+        table.add_column(headings[last], justify="right" if right[last] else "left", overflow="fold")
         for row in cells:
             table.add_row(*(Text(cell, style=COLOURS.get(cell, "")) for cell in row))
+        # An id that is cut or folded cannot be copied: where the terminal is too narrow it wraps whole lines.
+        needed = sum(2 + max(len(headings[n]), *(len(row[n]) for row in cells), 0) for n in fixed)
+        self._console.width = max(self._console.width, needed + LAST_COLUMN)
         self._console.print(table)
 
 

@@ -303,4 +303,4 @@ def test_ended_jobs_take_no_request() -> None:
     assert store.request_cancel(life.id, scope=SCOPE) is None
     assert store.request_cancel(life.id, scope=None) is None
     assert store.request_cancel(UUID(int=7), scope=None) is None
-    assert image(life.id) == before and not mail(life.id)
+    assert image(life.id) == before and not letters()

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import logging
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Final
 
 from django.core.exceptions import ImproperlyConfigured
@@ -29,7 +32,7 @@ INTERRUPTED: Final = 130
 EXIT_CODES: Final = "exit codes: 0 done; 1 refused; 2 wrong usage; 130 interrupted."
 
 
-class Usage(CommandError):
+class UsageError(CommandError):
     """The arguments make no sense together."""
 
     def __init__(self, sentence: str) -> None:
@@ -45,6 +48,10 @@ class Act:
     details: ClassVar[str] = ""
     epilog: ClassVar[str] = EXIT_CODES
     has_json: ClassVar[bool] = True
+    has_checks: ClassVar[bool] = False
+    """Whether system checks run first: not where an operator looks for one thing, or a probe wants to be quick."""
+    shows_log: ClassVar[bool] = False
+    """Whether the log's warnings go to standard error where the project has configured nothing; others say it all."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare what the act takes."""
@@ -87,6 +94,11 @@ class ActCommand(BaseCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         self.act.prepare(parser)
 
+    def execute(self, *args: Any, **options: Any) -> Any:
+        if not self.act.has_checks:
+            self.requires_system_checks = []
+        return super().execute(*args, **options)
+
     def handle(self, *args: Any, **options: Any) -> None:
         perform(self.act, options, self)
 
@@ -96,7 +108,8 @@ def perform(act: Act, options: dict[str, Any], command: BaseCommand) -> None:
     colour = False if options.get("no_color") else (True if options.get("force_color") else None)
     out = Output(command.stdout, command.stderr, json=bool(options.get("json")), colour=colour)
     try:
-        code = act.run(options, out)
+        with _log(act.shows_log or options.get("verbosity", 1) > 1):
+            code = act.run(options, out)
     except BrokenPipeError:
         # Whoever read our output has seen enough (`| head`); flushing at exit must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -112,6 +125,18 @@ def perform(act: Act, options: dict[str, Any], command: BaseCommand) -> None:
         raise CommandError(sentence, returncode=REFUSED) from None
     if code:
         sys.exit(code)
+
+
+@contextmanager
+def _log(shown: bool) -> Iterator[None]:
+    handler = logging.NullHandler()
+    package = logging.getLogger("durable_jobs")
+    if not shown:
+        package.addHandler(handler)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
 
 
 def sentence_of(error: Exception) -> str:

@@ -17,7 +17,7 @@ from durable_jobs.conf import config
 from durable_jobs.exceptions import InvalidInput, NotFound
 from durable_jobs.explain import Phase
 from durable_jobs.management import arguments
-from durable_jobs.management.acts import OK, REFUSED, Act, Usage, actor, sentence_of
+from durable_jobs.management.acts import OK, REFUSED, Act, UsageError, actor, sentence_of
 from durable_jobs.management.output import Output, moment
 from durable_jobs.models import Job, Pause, Scope, Status
 from durable_jobs.selection import Look, Outcome, Selection, Summary
@@ -139,7 +139,7 @@ class _Bulk(Act):
         "exit codes: 0 done, or shown; 1 at least one job was refused; 2 wrong usage; 130 interrupted."
     )
     done: str
-    """What has become of a job, in the past."""
+    would_be: str
     phases: list[Phase]
     statuses: list[Status]
 
@@ -162,12 +162,12 @@ class _Bulk(Act):
     def run(self, options: dict[str, Any], out: Output) -> int:
         ids, filtered = options["ids"], arguments.is_filtered(options)
         if ids and filtered:
-            raise Usage("Give ids or filters, not both.")
+            raise UsageError("Give ids or filters, not both.")
         if not ids and not filtered:
-            raise Usage("Say which jobs: ids, or filters such as --kind (see --help).")
+            raise UsageError("Say which jobs: ids, or filters such as --kind (see --help).")
         if ids:
             if options["limit"] is not None:
-                raise Usage("--limit goes with filters; give fewer ids.")
+                raise UsageError("--limit goes with filters; give fewer ids.")
             unique = list(dict.fromkeys(ids))
             return self._act(iter([unique]), self.act_by_id(options), out, total=None)
         look = Look.take()
@@ -260,7 +260,7 @@ class _Bulk(Act):
             return
         number = f"More than {found.jobs:,}" if found.more else f"{found.jobs:,}"
         out.say(
-            f"{number} {'job' if found.jobs == 1 and not found.more else 'jobs'} would be {self.done.lower()}:"
+            f"{number} {'job' if found.jobs == 1 and not found.more else 'jobs'} would be {self.would_be}:"
         )
         out.table(
             ["jobs", "kind", "error type"],
@@ -293,7 +293,7 @@ class Cancel(_Bulk):
     name = "cancel"
     help = "Ask jobs to end: by ids, or all that filters choose."
     details = "Work that does not run ends at once, with its hooks; running work ends at its next boundary."
-    done = "Cancelled"
+    done, would_be = "Cancelled", "cancelled"
     phases = [
         Phase.HELD,
         Phase.SCHEDULED,
@@ -329,7 +329,7 @@ class Redrive(_Bulk):
         "By id also what waits for a retry or has lost its worker. Filters take only what failed before the call "
         "began, so that what fails again is not taken twice."
     )
-    done = "Redrove"
+    done, would_be = "Redrove", "redriven"
     phases = [Phase.FAILED, Phase.PARKED]
     statuses = [Status.FAILED]
 
@@ -350,7 +350,7 @@ class Redrive(_Bulk):
 
     def run(self, options: dict[str, Any], out: Output) -> int:
         if options["ids"] and options["spread"] is not None:
-            raise Usage("--spread goes with filters.")
+            raise UsageError("--spread goes with filters.")
         return super().run(options, out)
 
     def choose(self, chosen: Selection, look: Look) -> Selection:
@@ -382,18 +382,14 @@ class _OfPause(Act):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--all", action="store_true", help="all work")
-        parser.add_argument(
-            "--queue", type=arguments.text, default="", metavar="Q", help="work of this queue"
-        )
-        parser.add_argument("--kind", type=arguments.text, default="", metavar="K", help="work of this kind")
-        parser.add_argument(
-            "--tenant", type=arguments.text, default="", metavar="T", help="work of this tenant"
-        )
+        parser.add_argument("--queue", type=arguments.text, metavar="Q", help="work of this queue")
+        parser.add_argument("--kind", type=arguments.text, metavar="K", help="work of this kind")
+        parser.add_argument("--tenant", type=arguments.text, metavar="T", help="work of this tenant")
 
     def _what(self, options: dict[str, Any]) -> dict[str, str]:
-        what = {name: options[name] for name in ("queue", "kind", "tenant")}
+        what = {name: options[name] or "" for name in ("queue", "kind", "tenant")}
         if options["all"] == any(what.values()):
-            raise Usage("Say either --all, or one or more of --queue, --kind and --tenant.")
+            raise UsageError("Say either --all, or one or more of --queue, --kind and --tenant.")
         return what
 
 

@@ -11,7 +11,7 @@ from durable_jobs import database, explain, kinds, overview, selection
 from durable_jobs.explain import Phase, Reason
 from durable_jobs.kinds import Kind
 from durable_jobs.management import arguments
-from durable_jobs.management.acts import OK, REFUSED, Act, Usage
+from durable_jobs.management.acts import OK, REFUSED, Act, UsageError
 from durable_jobs.management.acts.acting import found
 from durable_jobs.management.output import Output
 from durable_jobs.models import Job, JobEvent, Status
@@ -58,7 +58,7 @@ class List(Act):
             out.say("No job matches." if options["after"] is None else "No more jobs match.")
             return OK
         out.table(
-            ["id", "phase", "kind", "queue", "subject", "progress", "started", "error"],
+            ["id", "phase", "kind", "queue", "subject", "progress", "created", "error"],
             [
                 (
                     job.id, look.phase(job), job.kind, job.queue_name, _subject(job), progress(job), job.created_at,
@@ -307,7 +307,7 @@ class Health(Act):
 
     def run(self, options: dict[str, Any], out: Output) -> int:
         if options["silent"] is not None and not options["worker"]:
-            raise Usage("--silent goes with --worker.")
+            raise UsageError("--silent goes with --worker.")
         if options["worker"]:
             health = overview.worker_health(options["silent"] or overview.PROBED_AFTER)
         else:

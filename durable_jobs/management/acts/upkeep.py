@@ -12,7 +12,7 @@ from django.core.management.base import CommandParser
 from durable_jobs import explain, kinds, pruning, reconciler, store, transports
 from durable_jobs.conf import config
 from durable_jobs.management import arguments
-from durable_jobs.management.acts import OK, REFUSED, Act, Usage
+from durable_jobs.management.acts import OK, REFUSED, Act, UsageError
 from durable_jobs.management.commands import runworker
 from durable_jobs.management.output import Output, moment
 from durable_jobs.models import Status
@@ -27,6 +27,8 @@ class Work(Act):
     help = str(runworker.Command.help)
     epilog = runworker.EPILOG
     has_json = False
+    has_checks = True
+    shows_log = True
 
     def __init__(self) -> None:
         self._command = runworker.Command()
@@ -42,6 +44,7 @@ class Work(Act):
 
 class Reconcile(Act):
     name = "reconcile"
+    shows_log = True
     help = "Repair once what ended processes left behind, as every worker does by itself."
     details = (
         "It looks, waits for the setting GRACE, looks again, and repairs what has not moved: an expired lease alone "
@@ -192,7 +195,7 @@ class Prune(Act):
             _show_preview(policy, out)
             return OK
         if options["archive"] is None and not options["no_archive"]:
-            raise Usage(
+            raise UsageError(
                 "Say where the deleted history is kept: --archive FILE, or --no-archive to keep nothing."
             )
         if options["older_than"] < SOON:

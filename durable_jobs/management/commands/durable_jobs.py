@@ -49,6 +49,11 @@ class Command(BaseCommand):
             _accept_djangos_own(parser, subparser)
             subparser.set_defaults(perform=act)
 
+    def execute(self, *args: Any, **options: Any) -> Any:
+        if not options["perform"].has_checks:
+            self.requires_system_checks = []
+        return super().execute(*args, **options)
+
     def handle(self, *args: Any, **options: Any) -> None:
         perform(options.pop("perform"), options, self)
 
