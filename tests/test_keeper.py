@@ -293,8 +293,8 @@ def test_a_slice_without_a_commit_for_too_long_is_given_up_with_its_stack(
         with caplog.at_level(logging.ERROR, "durable_jobs"):
             keeper.hold(hold)
             assert hold.stop.wait(2)
+            wait_until(lambda: "hangs_here" in caplog.text, 2, f"no stack in {caplog.text!r}")
         assert keeper.overdue == [hold]
-        assert "hangs_here" in caplog.text
         wait_until(lambda: expired(hold), 2, "still renewed")
         hold.committed()
         store.write_checkpoint(hold.lease)
