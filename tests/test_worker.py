@@ -381,6 +381,30 @@ def test_a_process_that_was_killed_leaves_its_last_commit_behind(start_worker: S
     assert left.checkpoint >= 3
 
 
+def test_the_next_worker_goes_on_after_the_last_commit_of_one_that_was_killed(start_worker: Start) -> None:
+    one = job("patient", 1)
+    process = start_worker()
+    wait_until(lambda: (now(one).checkpoint or 0) >= 3, 20, "no commits")
+    process.kill()
+    left = now(one)
+    start_worker("--until-idle", TICK=0.2)
+    done = wait_for(one, "completed", 20)
+    assert (done.result, done.redrives, done.consecutive_failures) == (50, 1, 0)
+    resumed = JobEvent.objects.filter(job_id=one.pk, event="ran").latest("id")
+    assert resumed.data == {"from": left.checkpoint}
+
+
+def test_an_idle_worker_takes_a_job_at_once_and_stops_at_once(start_worker: Start) -> None:
+    process = start_worker(POLL=60)
+    wait_until(WorkerProcess.objects.exists, 20, "not registered")
+    time.sleep(0.5)
+    began = time.monotonic()
+    wait_for(job("quick"), "completed", 5)
+    assert time.monotonic() - began < 2
+    process.terminate()
+    assert process.wait(5) == 0, process.output
+
+
 # --- as processes: hung steps
 
 
