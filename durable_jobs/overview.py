@@ -105,7 +105,7 @@ def stuck_jobs(now: datetime, *, limit: int, slack: float = 0.0) -> list[Job]:
         Q(status=Status.RUNNING),
         Q(cancel_requested_at__isnull=False, finished_at__isnull=True) & ~Q(status=Status.RUNNING),
     ):
-        jobs = _jobs().filter(condition).exclude(queue_name=MANUAL_QUEUE).order_by("id")
+        jobs = _jobs().filter(condition).exclude(queue_name=MANUAL_QUEUE).order_by()
         for job in jobs.defer(*LARGE_COLUMNS)[:MOST]:
             if explain.phase(job, moment) is explain.Phase.STUCK:
                 found[job.id] = job
