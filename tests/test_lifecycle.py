@@ -561,7 +561,9 @@ class TestAfterwards:
         finally:
             signals.job_completed.disconnect(receive)
 
-    def test_others_write_while_an_after_hook_takes_its_time(self, second_connection: OtherConnection) -> None:
+    def test_others_write_while_an_after_hook_takes_its_time(
+        self, second_connection: OtherConnection
+    ) -> None:
         """On SQLite it would hold up every writer of the process, the beats of its leases among them."""
         waited: list[float] = []
 
