@@ -437,6 +437,24 @@ def test_a_view_and_a_slice_do_not_deadlock(second_connection: OtherConnection) 
 
 
 @on_postgresql
+def test_counting_a_failed_hook_waits_for_nobody(second_connection: OtherConnection) -> None:
+    """P11, P14: a view that holds a domain row counts; a slice that holds the job wants that row."""
+    job_id = make("running")
+    group = Group.objects.create(name="domain")
+    second_connection.enter(database.transaction(database.alias()))
+    assert second_connection.run(store.lock_fence, lease_on(job_id), 30)
+    with transaction.atomic():
+        Group.objects.select_for_update().get(pk=group.pk)
+        slice_waits = second_connection.begin(Group.objects.filter(pk=group.pk).update, name="by the slice")
+        assert is_blocked(slice_waits)
+        with at_once():
+            assert store.bump_mirror_attempts(job_id, EPOCH) is False
+    assert slice_waits.result(10) == 1
+    second_connection.leave()
+    assert store.bump_mirror_attempts(job_id, EPOCH) is True
+
+
+@on_postgresql
 @pytest.mark.parametrize("fenced", [False, True], ids=["free rows", "fenced rows"])
 def test_two_open_transactions_cancel_the_same_jobs_crosswise(other_connections: Make, fenced: bool) -> None:
     """P11, P13: neither the rows nor the mailbox make them wait for each other."""
@@ -660,6 +678,24 @@ def test_another_unique_violation_is_not_the_lock_key(monkeypatch: pytest.Monkey
     with pytest.raises(IntegrityError), transaction.atomic():
         store.redrive(job_id, scope=SCOPE, grace=GRACE)
     assert image(other)["idempotency_key"] == "taken"
+
+
+@on_postgresql
+def test_a_stricter_transaction_is_told_to_try_again(second_connection: OtherConnection) -> None:
+    """P16, C104: REPEATABLE READ is the caller's wish; the error is a conflict, not a failure of the job."""
+    job_id = make("running")
+    with pytest.raises(OperationalError) as start, transaction.atomic():
+        execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        assert Job.objects.count() == 1
+        second_connection.run(store.insert, new(idempotency_key="k"))
+        store.insert(new(idempotency_key="k"))
+    with pytest.raises(OperationalError) as cancel, transaction.atomic():
+        execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        assert Job.objects.count() == 2
+        second_connection.run(store.beat_many, ME, [lease_on(job_id)])
+        store.request_cancel(job_id, scope=None)
+    for error in (start.value, cancel.value):
+        assert database.is_conflict(error) and not database.is_outage(error)
 
 
 # --- SQLite ---------------------------------------------------------------------------------------------------
