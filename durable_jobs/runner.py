@@ -168,7 +168,8 @@ class SliceContext:
     def effect_key(self, *parts: object) -> str:
         """A key for one effect outside the database, the same whichever slice, retry or restart performs it.
 
-        Give the parts that tell this effect of the job from its others. Colons and percent signs in a part
+        Give the parts that tell this effect of the job from its others. Another job for the same thing has
+        other keys: give it the same idempotency key, so that there is none. Colons and percent signs in a part
         are escaped, so that different parts give different keys.
         """
         escaped = (str(part).replace("%", "%25").replace(":", "%3A") for part in parts)
@@ -201,7 +202,8 @@ class SliceContext:
 
         It locks the job's row, runs the block, and with its end renews the lease, counts a commit and writes
         what `save_checkpoint` and `progress` noted: rows, cursor and counts commit together or not at all.
-        Keep it under a second. Raises `TransactionOwned` inside an open transaction or another fence, and
+        A commit zeroes the limits used, so open none that advances nothing: a step that commits an empty
+        fence and then fails is tried for ever. Keep it under a second. Raises `TransactionOwned` inside an open transaction or another fence, and
         `LeaseLost` when the job was taken.
         """
         _refuse_event_loop("ctx.fenced()")
