@@ -471,13 +471,9 @@ class _Slice:
             )
         if job.attempts == 1:
             signals.send(signals.job_started, job)
-        answer, error, left, cut_off = self._run_step()
-        if error is not None:
-            return self._raised(error, cut_off)
-        return self._returned(answer, left)
+        return self._run_step()
 
-    def _run_step(self) -> tuple[object, BaseException | None, Leftover, bool]:
-        """The step's answer or error, what it left on the connection, and whether that was cut meanwhile."""
+    def _run_step(self) -> SliceResult:
         before = self._connection()
         answer: object = None
         error: BaseException | None = None
@@ -491,7 +487,14 @@ class _Slice:
         now = self._connection()
         replaced = now is None if before is None else now is not before
         left = self._clear()
-        return answer, error, left, replaced or left is Leftover.BROKEN
+        if error is None:
+            return self._returned(answer, left)
+        try:
+            return self._raised(error, replaced or left is Leftover.BROKEN)
+        finally:
+            # Its traceback holds this frame: with the error in it they, and all that the step had in its hands,
+            # would stay until the garbage collector comes.
+            del error
 
     def _call_step(self) -> object:
         step = self.kind.step
