@@ -182,7 +182,12 @@ def add_filters(parser: argparse.ArgumentParser, *, phases: list[Phase], statuse
     group.add_argument(
         "--subject", type=subject, metavar="LABEL:PK", help="the project's row, as app.Model:PK"
     )
-    group.add_argument("--error-type", type=text, metavar="E", help="the error's class, as module.Class")
+    group.add_argument(
+        "--error-type",
+        type=text,
+        metavar="E",
+        help="the error's class as stored: module.Class, of Python's own Class alone",
+    )
     group.add_argument("--error-code", type=text, metavar="C", help="the error's code, or why it was parked")
     group.add_argument(
         "--failed-since",

@@ -22,7 +22,17 @@ from django.db import connection
 from durable_jobs import supervisor
 from durable_jobs.models import Job, WorkerProcess
 from tests.operate.conftest import (
-    SHORT, Start, begun, children, history, holder, lives, now, runs, start, wait_for,
+    SHORT,
+    Start,
+    begun,
+    children,
+    history,
+    holder,
+    lives,
+    now,
+    runs,
+    start,
+    wait_for,
 )  # fmt: skip
 from tests.operate.kinds import TRAP
 from tests.postgres import wait_until
@@ -433,9 +443,8 @@ def write_kind(app: Path, result: str) -> None:
 def test_reload_drains_and_starts_again_when_code_changes(
     processes: Processes, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.slices import made
-
     from durable_jobs import service
+    from tests.slices import made
 
     made(name="changing")
     process = processes.manage(
