@@ -299,14 +299,18 @@ def test_it_gives_up_after_many_quick_ends_and_drains_the_others(processes: Proc
 
 
 def test_no_process_uses_a_connection_of_another_and_the_supervisor_has_none(
-    start_worker: Start,
+    start_worker: Start, tmp_path: Path
 ) -> None:
     """Dead jobs are repaired and a process is replaced before the jobs run."""
     dead = start("lasting", 60)
     environment = {}
     if connection.vendor == "postgresql" and find_spec("psycopg_pool"):
-        separator = "&" if "?" in database_url() else "?"
-        environment["DATABASE_URL"] = f"{database_url()}{separator}pool=True"
+        pooled = "from tests.settings import *\nDATABASES['default']['OPTIONS'] = {'pool': True}\n"
+        (tmp_path / "pooled.py").write_text(pooled)
+        environment = {
+            "DJANGO_SETTINGS_MODULE": "pooled",
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
     process = start_worker("--processes", "2", "--queues", "operate", environment=environment)
     begun(dead)
     all_begun(process, 2)
