@@ -7,12 +7,20 @@ import signal
 import time
 from pathlib import Path
 
+from durable_jobs import reconciler
 from durable_jobs.kinds import Done, Kind, Retry, StatusMirror, Yield, register
 from durable_jobs.runner import SliceContext
 from tests.models import Parcel, Shipment
 
 TRAP = "OPERATE_TRAP"
 """Names a file; while it is there, a supervised process does on import what it says."""
+
+
+LEASE = "OPERATE_LEASE"
+"""Seconds of the quiet kind's lease."""
+
+SPACING = "OPERATE_SPACING"
+"""Seconds between the first tries at a job that is orphaned without a commit."""
 
 
 def fall_into_the_trap() -> None:
@@ -25,6 +33,9 @@ def fall_into_the_trap() -> None:
 
 
 fall_into_the_trap()
+
+# So that a job that is orphaned again and again is waited for no longer than a test lasts.
+reconciler.FIRST_SPACING = float(os.environ.get(SPACING, reconciler.FIRST_SPACING))  # type: ignore[misc]
 
 
 class OperateKind(Kind):
@@ -77,6 +88,7 @@ class Quiet(OperateKind):
     """Waits for `input` seconds without a statement, and commits once at the end."""
 
     name = "operate.quiet"
+    lease_seconds = float(os.environ.get(LEASE, 1))
     orphan_policy = "park"
 
     def step(self, ctx: SliceContext) -> Done | Yield:
@@ -102,14 +114,14 @@ class Nap(OperateKind):
 
 @register
 class Fatal(OperateKind):
-    """Ends its own process: `input` is "exit" or "kill"."""
+    """Ends its own process, in turn by SIGKILL and by leaving."""
 
     name = "operate.fatal"
     max_orphanings = 2
 
     def step(self, ctx: SliceContext) -> Done:
         ctx.record("ran", data={"pid": os.getpid()})
-        if ctx.input == "exit":
+        if ctx.job.redrives % 2:
             os._exit(7)
         os.kill(os.getpid(), signal.SIGKILL)
         return Done()
