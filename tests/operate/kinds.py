@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from durable_jobs import reconciler
+from durable_jobs.exceptions import TerminalError
 from durable_jobs.kinds import Done, Kind, Retry, StatusMirror, Yield, register
 from durable_jobs.runner import SliceContext
 from tests.models import Parcel, Shipment
@@ -168,6 +169,20 @@ class Ship(OperateKind):
         return Done(moved)
 
 
+@register
+class Sink(Ship):
+    """Moves its shipment's parcel once and fails for good."""
+
+    name = "operate.sink"
+
+    def step(self, ctx: SliceContext) -> Done | Yield:
+        if not ctx.checkpoint:
+            with ctx.fenced():
+                move(ctx.job.subject_id)
+                ctx.save_checkpoint(1)
+        raise TerminalError("it leaks")
+
+
 def move(shipment: str | None) -> None:
     """One more move of the shipment, seen by everybody at the commit."""
     Shipment.objects.filter(pk=shipment).exclude(status=Shipment.Status.ARRIVED).update(
@@ -178,4 +193,4 @@ def move(shipment: str | None) -> None:
     parcel.save()
 
 
-KINDS = (Quick, Patient, Lasting, Quiet, Nap, Fatal, Hang, Ship)
+KINDS = (Quick, Patient, Lasting, Quiet, Nap, Fatal, Hang, Ship, Sink)
