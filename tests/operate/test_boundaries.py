@@ -121,7 +121,9 @@ def wavers(ctx: SliceContext) -> Done | Yield:
 
 
 @pytest.fixture
-def kinds_registered() -> None:
+def kinds_registered(settings: Any) -> None:
+    # A debounced NOTIFY is a statement more or less.
+    settings.DURABLE_JOBS = {"NOTIFY_DEBOUNCE": 0}
     for step, policy in ((fails, "redrive"), (wavers, "redrive"), (ships, "park")):
         made(step, name=f"operate.{step.__name__}", mirror=copy_of(Ship.mirror), orphan_policy=policy)
 
