@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -26,6 +27,7 @@ from durable_jobs.models import Job
 from durable_jobs.runner import Outcome
 from durable_jobs.store import Lease
 from durable_jobs.testing import make_job
+from tests.connections import OtherConnection
 from tests.models import Depot, Parcel, Shipment
 from tests.slices import OWNER, change, columns, events, made, row, run_slice, start
 
@@ -559,6 +561,23 @@ class TestAfterwards:
         finally:
             signals.job_completed.disconnect(receive)
 
+    def test_others_write_while_an_after_hook_takes_its_time(
+        self, second_connection: OtherConnection
+    ) -> None:
+        """On SQLite it would hold up every writer of the process, the beats of its leases among them."""
+        waited: list[float] = []
+
+        def after(self: Any, job: Job) -> None:
+            begun = time.monotonic()
+            second_connection.run(store.beat_many, OWNER, [Lease(job.id, OWNER, 1, 60)])
+            second_connection.run(service.start, "tests.made")
+            service.start("tests.made", "from the hook")
+            waited.append(time.monotonic() - begun)
+
+        job = start(made(None, after_transition=after))
+        assert run_slice(job).outcome == Outcome.COMPLETED
+        assert waited[0] < 2 and Job.objects.count() == 3
+
     def test_a_foreign_callback_that_raises_after_ours_keeps_ours(self, told: list[Any]) -> None:
         """C054, T25: ours is robust; one registered later by somebody else does not matter to it."""
         made()
@@ -571,6 +590,34 @@ class TestAfterwards:
             lifecycle.cancel_waiting(kinds.get("tests.made"), job.id)
             transaction.on_commit(foreign)
         assert (row(job).status, told[-1][0]) == ("cancelled", "job_cancelled")
+
+    @pytest.mark.parametrize("nasty", [ValueError("x"), SystemExit(3), DatabaseError("x")], ids=repr)
+    @pytest.mark.parametrize("name", PATHS)
+    def test_a_callback_that_a_hook_registered_undoes_nothing(
+        self, name: str, nasty: BaseException, told: list[Any], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """C054: it raises when all is committed; the job has ended, whoever ended it."""
+
+        def fail() -> None:
+            raise nasty
+
+        path = PATHS[name]
+        kind = hooked(lambda: transaction.on_commit(fail) or 1, hook=path.hook)
+        job = ready(path)
+        told.clear()
+        ended = path.act(kind, job)
+        assert ended is not None and ended.status == row(job).status == path.after
+        assert (row(job).mirror_attempts, len(told)) == (0, 1)
+        assert "mirror_failed" not in events(job)
+        assert "commit_callback_failed" in [getattr(r, "event", "") for r in caplog.records]
+
+    def test_a_slice_completes_despite_a_callback_of_its_hook(self) -> None:
+        def on_transition(self: Any, job: Job) -> int:
+            transaction.on_commit(lambda: sys.exit(3))
+            return 1
+
+        job = start(made(None, on_transition=on_transition, on_redrive=lambda self, job: 1))
+        assert run_slice(job).outcome == Outcome.COMPLETED
 
     def test_ours_that_raises_keeps_nobody_elses(self) -> None:
         """C054: what follows a failing hook of ours still runs, and the caller sees no error."""
@@ -602,7 +649,7 @@ class TestChaining:
         job = start(self.chain())
         run_slice(job)
         assert self.next_jobs() == [str(job.id)]
-        assert [name for name, _ in told] == ["job_created", "job_started", "job_created", "job_completed"]
+        assert [name for name, _ in told] == ["job_created", "job_started", "job_completed", "job_created"]
 
     def test_the_next_job_vanishes_with_an_end_that_fails(self, told: list[Any]) -> None:
         job = start(self.chain(answer=0))
