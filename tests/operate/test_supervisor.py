@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -266,6 +267,47 @@ def test_until_idle_ends_when_every_process_is_idle(start_worker: Start) -> None
 def test_delays_grow_and_have_an_end() -> None:
     assert [supervisor.delay_after(ends) for ends in range(9)] == [0, 0, 1, 2, 4, 8, 16, 30, 30]
     assert supervisor.delay_after(10_000) == 30
+
+
+class Ended:
+    """A process that has ended in this way."""
+
+    pid = 1
+
+    def __init__(self, code: int) -> None:
+        self.returncode = code
+
+
+def decided(code: int, times: int) -> tuple[supervisor.Supervisor, supervisor.Place]:
+    """What a supervisor, one of whose processes has begun to claim, makes of so many quick ends."""
+    deciding = supervisor.Supervisor(1)
+    deciding._proved = True
+    place = supervisor.Place(1)
+    for _ in range(times):
+        here, there = socket.socketpair()
+        with here, there:
+            child = supervisor.Child(Ended(code), here, time.monotonic(), ready=True)  # type: ignore[arg-type]
+            deciding._decide(place, child)
+    return deciding, place
+
+
+@pytest.mark.parametrize(
+    ("code", "times", "given_up", "least", "most"),
+    [
+        (75, 100, False, 0, 0),
+        (-9, 1, False, 0, 0),
+        (-9, 2, False, 0.5, 1),
+        (1, 7, False, 15, 30),
+        (1, 8, True, 0, 0),
+        (4, 100, False, 8, 30),
+    ],
+)
+def test_each_end_has_its_delay(code: int, times: int, given_up: bool, least: float, most: float) -> None:
+    """75 at once, always; without a database for as long as it takes; anything else ever later, then never."""
+    deciding, place = decided(code, times)
+    assert (deciding._code == supervisor.EXIT_GAVE_UP) is given_up
+    if not given_up:
+        assert least <= place.start_at - time.monotonic() + 0.1 <= most + 0.1
 
 
 def test_it_gives_up_after_many_quick_ends_and_drains_the_others(processes: Processes) -> None:
