@@ -54,6 +54,42 @@ def test_a_killed_worker_s_job_goes_on_elsewhere(start_worker: Start, figure: Ca
     assert other.wait(15) == 0, other.output
 
 
+def test_when_every_worker_is_killed_a_fresh_one_finds_the_jobs(start_worker: Start) -> None:
+    jobs = [start("patient", 1) for _ in range(4)]
+    workers = [start_worker("--concurrency", "2") for _ in range(2)]
+    for one in jobs:
+        begun(one)
+    for worker in workers:
+        worker.kill()
+    fresh = start_worker()
+    for one in jobs:
+        done = wait_for(one, "completed")
+        assert done.checkpoint == 50
+    fresh.terminate()
+    assert fresh.wait(15) == 0, fresh.output
+
+
+def test_a_worker_that_slept_for_long_drops_what_it_lost_and_goes_on(start_worker: Start) -> None:
+    one = start("nap", 2)
+    slept = start_worker("--concurrency", "1")
+    begun(one)
+    # Between two beats: a sleeper that holds SQLite's file keeps everybody from writing.
+    time.sleep(0.15)
+    slept.freeze()
+    other = start_worker("--concurrency", "1")
+    begun(one, 2)
+    slept.thaw()
+    slept.wait_for_output("lease_lost")
+    assert wait_for(one, "completed").redrives == 1
+    other.terminate()
+    assert other.wait(15) == 0, other.output
+    after = start("quick")
+    wait_for(after, "completed")
+    assert "Traceback" not in slept.output
+    slept.terminate()
+    assert slept.wait(15) == 0, slept.output
+
+
 def test_a_job_that_kills_its_process_ends_parked_and_takes_nobody_along(
     start_worker: Start, figure: Callable[..., None]
 ) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import connection
+from django.db import connection, connections
 
 from durable_jobs import supervisor
 from durable_jobs.models import Job, WorkerProcess
@@ -36,7 +36,7 @@ from tests.operate.conftest import (
     wait_for,
 )  # fmt: skip
 from tests.operate.kinds import TRAP
-from tests.postgres import wait_until
+from tests.postgres import Server, wait_until
 from tests.processes import Process, Processes, database_url, process_environment
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -119,6 +119,26 @@ def test_what_the_server_commits_after_the_death_is_repaired_too(monkeypatch: py
     wait_until(lambda: now(one).status == "pending", 5, "left running")
     repairs.finish()
     assert history(one) == ["orphaned"]
+
+
+def test_a_process_that_dies_in_an_outage_is_repaired_after_it(
+    start_worker: Start, postgres_server: Server
+) -> None:
+    """Meanwhile no process can start; that is no reason to give up."""
+    one = start("lasting", 60)
+    process = start_worker("--processes", "1", GRACE=20, TICK=15)
+    begun(one)
+    pid = holder(one)
+    connections.close_all()
+    postgres_server.stop("fast")
+    os.kill(pid, signal.SIGKILL)
+    process.wait_for_output("does not answer")
+    time.sleep(1)
+    postgres_server.start()
+    begun(one, 2)
+    assert "supervisor" in process.output.partition("database_unavailable part=")[2][:20]
+    process.terminate()
+    assert process.wait(15) == 0, process.output
 
 
 # --- signals
@@ -257,9 +277,9 @@ def test_as_process_one_of_a_container_it_reaps_and_drains(tmp_path: Path) -> No
 # --- ends and limits
 
 
-def test_until_idle_ends_when_every_process_is_idle(start_worker: Start) -> None:
+def test_until_idle_ends_when_every_process_is_idle(processes: Processes) -> None:
     jobs = [start("quick") for _ in range(20)]
-    process = start_worker("--processes", "2", "--until-idle")
+    process = processes.manage("durable_jobs", "worker", "--processes", "2", "--until-idle", settings=SHORT)
     assert process.wait(30) == 0, process.output
     assert {now(one).status for one in jobs} == {"completed"}
 
