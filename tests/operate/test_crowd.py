@@ -26,7 +26,7 @@ from tests.processes import Processes
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-SECONDS = 60 if PROVE else 12
+SECONDS = 60 if PROVE else 8
 MOVES = 3
 MOST_WAITING = 150
 

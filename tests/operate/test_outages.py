@@ -18,7 +18,7 @@ from tests.postgres import Server, wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-LEASE_SECONDS = 6.0 if PROVE else 0.6
+LEASE_SECONDS = 6.0 if PROVE else 0.4
 OUTAGE = 10 * LEASE_SECONDS
 AFTERWARDS = LEASE_SECONDS + 3
 """Long enough for every reconciler to do what it must not do: lease, two graces, ticks."""
