@@ -238,9 +238,10 @@ def test_a_process_that_does_not_end_is_killed_after_the_drain(
         "supervisor.die_with_parent = lambda: None",
         pytest.param(
             "supervisor.Line._listen = lambda self, stop: None",
-            marks=pytest.mark.skipif(
-                sys.platform != "linux", reason="only Linux tells a process of its parent"
-            ),
+            marks=[
+                pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of a parent's end"),
+                proof,
+            ],
         ),
     ],
     ids=["socket alone", "kernel alone"],
