@@ -583,7 +583,9 @@ class _Slice:
         has_committed = self.hold.last_commit > self.hold.begun
         before = 0 if has_committed else self.job.redrives_since_commit
         if before >= self.kind.max_orphanings:
-            sentence = f"The step lost its connection {before + 1} times without a commit between: {facts.message}"
+            sentence = (
+                f"The step lost its connection {before + 1} times without a commit between: {facts.message}"
+            )
             return self._park(Park("poison", sentence))
         try:
             self._persist(self._write_progress)
