@@ -17,10 +17,11 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 from uuid import UUID
 
+from django.core import signing
 from django.db import OperationalError, router, transaction
 from django.db.models import Model
 
-from durable_jobs import database, jsontext, kinds, lifecycle, signals, store, transports
+from durable_jobs import bounded, database, jsontext, kinds, lifecycle, signals, store, transports
 from durable_jobs.conf import config
 from durable_jobs.exceptions import (
     Busy,
@@ -32,26 +33,34 @@ from durable_jobs.exceptions import (
     LockKeyHeld,
     NotCancellable,
     NotFound,
+    NotHeld,
+    NotReclaimable,
     NotRedrivable,
     NotSettleable,
     Refusal,
     RestartNotAllowed,
+    ScopeMismatch,
     UnknownKind,
 )
 from durable_jobs.kinds import QUEUE_NAME, RESERVED_QUEUE, Kind
 from durable_jobs.logs import log
 from durable_jobs.models import TERMINAL, Job, Scope, Status, Verdict, uuid7
+from durable_jobs.receipts import ExecutionContext
 from durable_jobs.store import NewJob
 
 __all__ = [
     "ALL_SCOPES",
     "AllScopes",
+    "CandidatePage",
+    "CandidateQuery",
     "Scope",
     "Started",
     "cancel",
+    "candidates",
     "get",
     "pause",
     "redrive",
+    "release",
     "running_under",
     "settle_without_hooks",
     "start",
@@ -108,6 +117,7 @@ def start(
     priority: int = 0,
     queue: str | None = None,
     run_after: datetime | timedelta | None = None,
+    hold: bool = False,
     meta: Mapping[str, Any] | None = None,
 ) -> Started:
     """Start a job of a registered kind.
@@ -116,6 +126,7 @@ def start(
     same key in the scope gives the same job, in whatever status it is, and refuses another input. `lock_key`:
     at most one live job of the scope has it; `if_locked="return"` gives the holder instead of refusing.
     `priority` −100 to 100, higher first. `run_after` an aware datetime or a timedelta. `meta` labels.
+    `hold=True` keeps the job until `release`: nothing starts it, and its lock key stays free.
 
     Joins the caller's transaction. It may wait there for another open transaction that starts the same key.
     Raises `UnknownKind`, `InvalidInput`, `IdempotencyConflict`, `LockKeyHeld`.
@@ -132,6 +143,7 @@ def start(
         priority=priority,
         queue=queue,
         run_after=run_after,
+        hold=hold,
         meta=meta,
     )
     return _start(ready)
@@ -169,6 +181,46 @@ def get(job_id: UUID | str, *, scope: Scope | AllScopes | None = None) -> Job | 
     if job is None or (wanted is not None and job.scope != wanted):
         return None
     return job
+
+
+def release(
+    job_id: UUID | str, *, actor: Any = "", reason: str = "", scope: Scope | AllScopes | None = None
+) -> Job:
+    """Let a held job run: it is pending, due now, and takes its lock key.
+
+    Joins the caller's transaction. Raises `NotFound`, `NotHeld`, `LockKeyHeld`, `NotReclaimable` (its input was
+    changed since it was started), `Busy`.
+    """
+    who = _actor(actor)
+    job_uuid, wanted = _required_id(job_id), _scope(scope)
+    try:
+        with database.joined(database.alias()):
+            job = store.release_held(job_uuid, scope=wanted)
+            if not isinstance(job, Job):
+                raise _not_released(job_id, job, get(job_uuid, scope=scope))
+            store.add_event(job, "released", actor=who.text, actor_id=who.id, reason=jsontext.clean(reason))
+            transports.current().publish(job)
+    except OperationalError as error:
+        if database.is_locked(error):
+            raise Busy(job_uuid) from error
+        raise
+    log("job_released", job, actor=who.text)
+    return job
+
+
+def _not_released(job_id: object, answer: store.Answer | None, now: Job | None) -> Refusal:
+    if now is None:
+        return NotFound(job_id)
+    if answer is not None:
+        holder = store.by_lock_key(now.lock_key or "", now.scope)
+        return LockKeyHeld(now.lock_key or "", holder.id if holder else None)
+    if now.status != Status.HELD:
+        return NotHeld(now.id, now.status)
+    if now.queue_name == RESERVED_QUEUE:
+        return NotHeld(now.id, now.status, "no worker serves its queue; its manager resumes it")
+    if now.diagnostic:
+        return NotReclaimable(now.id, now.diagnostic.rstrip("."))
+    return Busy(now.id)
 
 
 def cancel(
@@ -211,7 +263,7 @@ def cancel(
         transports.current().hint_cancel(job)
         return job
     kind = kinds.find(job.kind)
-    if kind is None:
+    if kind is None and job.queue_name != RESERVED_QUEUE:
         # Its hooks are unknown here: a process that knows the kind ends it.
         return job
     try:
@@ -257,6 +309,10 @@ def redrive(
         raise RestartNotAllowed(before.id, before.kind)
     if before.status in (Status.COMPLETED, Status.CANCELLED):
         raise NotRedrivable(before.id, before.status)
+    if before.queue_name == RESERVED_QUEUE:
+        raise NotRedrivable(
+            before.id, before.status, "no worker serves its queue; its owner resumes or retries it"
+        )
     if before.verdict == Verdict.UNRECOVERABLE and not force:
         raise ForceRequired(before.id)
     _require_free_lock(before)
@@ -356,6 +412,129 @@ def running_under(*, queue: str = "", kind: str = "", tenant: str = "") -> int:
     return store.leased(**_pause_of(queue, kind, tenant))
 
 
+# --- candidates -----------------------------------------------------------------------------------------
+
+CURSOR_SALT: Final = "durable_jobs.candidates"
+CURSOR_VERSION: Final = 1
+LARGEST_PAGE: Final = 100
+LARGEST_PAYLOAD: Final = 1_048_576
+
+
+@dataclass(frozen=True)
+class CandidateQuery:
+    """Which jobs to look at: of one kind and scope, on behalf of one actor; `status` None is any.
+
+    `limit` 1 to 100 rows, each of at most `max_payload_bytes` (1 to 1,048,576) bytes in all its text columns.
+    `cursor` is the one of the page before, of the very same query.
+    """
+
+    kind: str
+    actor: str
+    scope: Scope | None = None
+    status: str | None = None
+    limit: int = 25
+    max_payload_bytes: int = 262_144
+    cursor: str | None = None
+
+
+@dataclass(frozen=True)
+class CandidatePage:
+    """One page, oldest first, as of one moment. It owns nothing: whoever acts on it claims first.
+
+    `actor` and `scope` are the caller's word: the project itself must know that they are who they say.
+    """
+
+    candidates: list[Job]
+    scope: Scope
+    scanned: int
+    has_more: bool
+    cursor: str | None
+    """For the next page; None on the last."""
+    total: None = None
+    observation: str = "per-page-snapshot"
+    principal_validation: str = "domain-required"
+
+
+def candidates(query: CandidateQuery, ctx: ExecutionContext) -> CandidatePage:
+    """Read a bounded page of jobs, oldest first, without loading more than was allowed.
+
+    Sizes are looked at first; one row over the cap refuses the whole page, because a page with a gap looks
+    complete. Rows and bytes are charged to `ctx.consume` before any content is loaded. It changes nothing and
+    opens a transaction of its own. Raises `ScopeMismatch` (context and query differ, or the cursor is of
+    another query), `InvalidInput`, `TransactionOwned`, `DeadlineExceeded`.
+    """
+    ctx.check_active()
+    scope = _scope(query.scope)
+    bound = _checked_query(query, scope, ctx)
+    assert scope is not None
+    after = _position(query.cursor, bound)
+    with bounded.transaction(
+        database.alias(),
+        deadline=ctx.deadline,
+        what="candidates",
+        before_commit=ctx.check_active,
+        snapshot=True,
+    ):
+        rows = store.candidate_sizes(
+            scope, query.kind, status=query.status, after=after, limit=query.limit + 1,
+            cap=query.max_payload_bytes,
+        )  # fmt: skip
+        ctx.check_active()
+        scanned = rows[: query.limit]
+        ids = [row.id for row in scanned if row.id is not None]
+        if len(ids) < len(scanned):
+            raise InvalidInput(
+                "max_payload_bytes", query.max_payload_bytes, "is less than a row of this page has",
+                "Allow more bytes, or narrow the query; no page is given with a gap.",
+            )  # fmt: skip
+        ctx.consume(items=len(scanned), bytes=sum(row.size for row in scanned))
+        jobs = store.candidates(scope, query.kind, ids) if ids else []
+        ctx.check_active()
+    has_more = len(rows) > query.limit
+    cursor = _cursor(bound, scanned[-1]) if has_more else None
+    return CandidatePage(jobs, scope, len(scanned), has_more, cursor)
+
+
+def _checked_query(query: CandidateQuery, scope: Scope | None, ctx: ExecutionContext) -> list[Any]:
+    """What a cursor is bound to."""
+    _text("kind", query.kind, KEY_LENGTH, "Name one kind.")
+    if scope is None or ctx.scope != scope:
+        raise ScopeMismatch("scope", ctx.scope)
+    if not isinstance(query.actor, str) or not query.actor.strip() or ctx.actor != query.actor:
+        raise ScopeMismatch("actor", ctx.actor)
+    if ctx.kind != query.kind:
+        raise ScopeMismatch("kind", ctx.kind)
+    if query.status is not None and query.status not in Status.values:
+        raise InvalidInput("status", query.status, "is unknown", f"Use one of {', '.join(Status.values)}.")
+    for name, value, most in (
+        ("limit", query.limit, LARGEST_PAGE),
+        ("max_payload_bytes", query.max_payload_bytes, LARGEST_PAYLOAD),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise InvalidInput(name, value, "is out of range", f"Use a whole number from 1 to {most:,}.")
+    return [
+        CURSOR_VERSION, scope.tenant, scope.organization, query.actor, query.kind, query.status, query.limit,
+        query.max_payload_bytes,
+    ]  # fmt: skip
+
+
+def _cursor(bound: list[Any], last: store.Sized) -> str:
+    position = [last.created_at.astimezone(UTC).isoformat(), str(last.id)]
+    return signing.dumps([*bound, *position], salt=CURSOR_SALT)
+
+
+def _position(cursor: object, bound: list[Any]) -> tuple[datetime, UUID] | None:
+    if cursor is None:
+        return None
+    try:
+        *given, created_at, last_id = signing.loads(str(cursor), salt=CURSOR_SALT)
+        if given != bound:
+            raise ValueError("of another query")
+        return datetime.fromisoformat(created_at), UUID(last_id)
+    except (signing.BadSignature, ValueError, TypeError) as error:
+        raise ScopeMismatch("cursor", cursor) from error
+
+
 # --- starting -------------------------------------------------------------------------------------------
 
 
@@ -408,7 +587,7 @@ def _announce(started: list[tuple[Kind, Job]]) -> None:
     transport, told = transports.current(), set()
     for _, job in started:
         route = (job.queue_name, job.kind, job.priority)
-        if not transport.transactional or route not in told:
+        if job.status == Status.PENDING and (not transport.transactional or route not in told):
             told.add(route)
             transport.publish(job)
         transaction.on_commit(partial(signals.send, signals.job_created, job), using=using, robust=True)
@@ -438,7 +617,7 @@ def _require_free_lock(job: Job) -> None:
 
 _OPTIONS = frozenset(
     ("scope", "subject", "idempotency_key", "lock_key", "if_locked", "created_by", "priority", "queue",
-     "run_after", "meta")
+     "run_after", "hold", "meta")
 )  # fmt: skip
 
 
@@ -473,6 +652,7 @@ def _prepare(
     priority: Any = 0,
     queue: Any = None,
     run_after: Any = None,
+    hold: Any = False,
     meta: Any = None,
 ) -> _Ready:
     known = kinds.get(kind)
@@ -482,12 +662,18 @@ def _prepare(
     text = jsontext.encode(input, field="input", limit=config.MAX_INPUT_BYTES)
     subject_type, subject_id = _subject(known, subject)
     run_at, delay = _moment(run_after)
+    if not isinstance(hold, bool):
+        raise InvalidInput("hold", hold, "is neither True nor False", "Pass the boolean itself.")
+    if hold and run_after is not None:
+        raise InvalidInput(
+            "run_after", run_after, "has no meaning for held work", "Release the job when it is to run."
+        )
     if if_locked not in ("raise", "return"):
         raise InvalidInput("if_locked", if_locked, "is unknown", 'Use "raise" or "return".')
     new = NewJob(
         id=uuid7(),
         kind=known.name,
-        status=Status.PENDING.value,
+        status=(Status.HELD if hold else Status.PENDING).value,
         tenant=owner.tenant,
         organization=owner.organization,
         queue=_queue(known, queue),
