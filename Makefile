@@ -62,10 +62,10 @@ wheel: install  ## Build wheel and source distribution into dist/
 	$(PY) -m build
 
 demo: install  ## Import 28,000 airports, kill the worker in the middle, show how another finishes
-	@$(PY) manage.py demo
+	@$(PY) manage.py demo $(ARGS)
 
-serve: install  ## Start the demo site and a worker, and print address and login
-	@$(PY) manage.py serve
+serve: install  ## Start the demo site and a worker, and print address and login (ARGS=8001: another port)
+	@$(PY) manage.py serve $(ARGS)
 
 clean:  ## Remove the environment, what was built, and the demo's data
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo .serve media

@@ -18,6 +18,7 @@ KEEPALIVES = {"keepalives": 1, "keepalives_idle": 30, "keepalives_interval": 10,
 """A peer that vanished is noticed within a minute instead of hours."""
 CONNECT_TIMEOUT = 5
 GIVE_WAY_SECONDS = 1.0
+_GIVEN = "_durable_jobs_given_settings"
 
 
 def own(name: str) -> BaseDatabaseWrapper:
@@ -28,9 +29,10 @@ def own(name: str) -> BaseDatabaseWrapper:
     process go first. Nothing is connected yet.
     """
     connection = connections[database.alias()]
-    if getattr(connection, "durable_jobs_own", False):
+    if hasattr(connection, _GIVEN):
         return connection
     close(connection)
+    setattr(connection, _GIVEN, connection.settings_dict)
     settings = copy.copy(connection.settings_dict)
     settings["CONN_MAX_AGE"] = None
     if connection.vendor == "postgresql":
@@ -38,8 +40,18 @@ def own(name: str) -> BaseDatabaseWrapper:
     if connection.vendor == "sqlite":
         connection.execute_wrappers.append(_give_way)
     connection.settings_dict = settings
-    connection.durable_jobs_own = True
     return connection
+
+
+def disown() -> None:
+    """Close this thread's connection and give it the project's own settings back."""
+    connection = connections[database.alias()]
+    close(connection)
+    if hasattr(connection, _GIVEN):
+        connection.settings_dict = getattr(connection, _GIVEN)
+        delattr(connection, _GIVEN)
+        if _give_way in connection.execute_wrappers:
+            connection.execute_wrappers.remove(_give_way)
 
 
 def _give_way(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
@@ -63,51 +75,18 @@ def _postgresql_options(given: dict[str, Any], name: str) -> dict[str, Any]:
 
 def close(connection: BaseDatabaseWrapper | None = None) -> None:
     """Close this thread's connection to the jobs' database, whatever its state; the next use connects."""
-    connection = connections[database.alias()] if connection is None else connection
-    raw = connection.connection
-    # What a block that was never left has noted would otherwise refuse every later connection.
-    connection.in_atomic_block = connection.needs_rollback = connection.closed_in_transaction = False
-    connection.savepoint_ids, connection.atomic_blocks, connection.run_on_commit = [], [], []
-    try:
-        connection.close()
-    except Exception as error:
-        tell(logger, logging.DEBUG, "close_failed", str(error))
-        connection.connection = None
-    if raw is not None and connection.connection is raw:
-        connection.connection = None
+    database.discard(connections[database.alias()] if connection is None else connection)
 
 
 def clean() -> None:
-    """Make this thread's connections as new: what a step has left open is rolled back or closed."""
+    """Make this thread's connections as new: what a step has left open on any of them is rolled back."""
     for connection in connections.all(initialized_only=True):
-        leave_clean(connection)
+        try:
+            left = database.clear(connection.alias)
+        except Exception as error:
+            tell(logger, logging.WARNING, "connection_dropped", str(error), alias=connection.alias)
+            database.discard(connection)
+            continue
+        if left is not database.Leftover.NOTHING:
+            tell(logger, logging.WARNING, "left_on_connection", left.value, alias=connection.alias)
     reset_queries()
-
-
-def leave_clean(connection: BaseDatabaseWrapper) -> None:
-    """Make one connection as new: close it if a transaction is open on it (but TestCase's), or if it broke."""
-    if connection.connection is None or any(block._from_testcase for block in connection.atomic_blocks):
-        return
-    try:
-        if _is_in_transaction(connection):
-            tell(logger, logging.WARNING, "transaction_left_open", "closed", alias=connection.alias)
-            close(connection)
-        elif connection.errors_occurred:
-            if connection.is_usable():
-                connection.errors_occurred = False
-            else:
-                close(connection)
-    except Exception as error:
-        tell(logger, logging.WARNING, "connection_dropped", str(error), alias=connection.alias)
-        close(connection)
-
-
-def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    if connection.in_atomic_block or not connection.get_autocommit():
-        return True
-    raw: Any = connection.connection
-    if connection.vendor == "sqlite":
-        return bool(raw.in_transaction)
-    if connection.vendor == "postgresql" and hasattr(raw, "info"):
-        return bool(raw.info.transaction_status)
-    return False

@@ -7,6 +7,7 @@ process, taken only *before* BEGIN, never inside an open transaction.
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 import re
@@ -22,7 +23,7 @@ from typing import Any
 from django.apps import apps
 from django.db import InterfaceError, OperationalError, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.transaction import Atomic
+from django.db.transaction import Atomic, TransactionManagementError
 from django.db.utils import DatabaseError
 
 from durable_jobs.exceptions import TransactionOwned
@@ -33,6 +34,10 @@ JOB_TABLE = "durable_jobs_job"
 BEGIN_RETRY_SECONDS = 0.001
 URGENT_RETRY_SECONDS = 0.0002
 """A beat has to hit the short gap between two transactions of a writer that does not queue here."""
+
+_ACTIVE, _IN_TRANSACTION, _IN_ERROR, _UNKNOWN = 1, 2, 3, 4
+"""What libpq calls PQTRANS_…: the state of a PostgreSQL connection."""
+
 BUSY_WINDOW_SECONDS = 1.0
 BUSY_LIMIT_SECONDS = 0.7
 REST_SECONDS = 0.11
@@ -49,7 +54,29 @@ def connection(using: str | None = None) -> BaseDatabaseWrapper:
 
 
 class OwnAtomic(Atomic):
-    """An atomic block that this package opened; anybody else's innermost block is a borrowed one."""
+    """An atomic block that this package opened; anybody else's innermost block is a borrowed one.
+
+    It never ends well without having committed. Django rolls a block back in silence when a database error
+    was swallowed inside it, or its connection closed; here that raises TransactionManagementError.
+    """
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        if exc_type is None and _is_doomed(connections[self.using or alias()]):
+            error = TransactionManagementError(
+                "A database error was swallowed inside this transaction, or its connection was closed, so that "
+                "it can only be rolled back. Put what may fail into a block of its own: "
+                "`with transaction.atomic():` inside the try."
+            )
+            super().__exit__(TransactionManagementError, error, None)
+            raise error
+        super().__exit__(exc_type, exc_value, traceback)
+
+
+def _is_doomed(connection: BaseDatabaseWrapper) -> bool:
+    if connection.needs_rollback:
+        return True
+    info = getattr(connection.connection, "info", None)
+    return getattr(info, "transaction_status", None) == _IN_ERROR
 
 
 def is_testcases(block: Any) -> bool:
@@ -62,8 +89,12 @@ def refuse_borrowed(using: str, what: str) -> None:
 
     The block that Django's TestCase opens does not count, as with `atomic(durable=True)`.
     """
-    blocks = connections[using].atomic_blocks
+    connection = connections[using]
+    blocks = connection.atomic_blocks
     if blocks and not isinstance(blocks[-1], OwnAtomic) and not is_testcases(blocks[-1]):
+        raise TransactionOwned(what)
+    # With autocommit off the end of a block commits nothing.
+    if not connection.in_atomic_block and not connection.get_autocommit():
         raise TransactionOwned(what)
 
 
@@ -203,6 +234,17 @@ def transaction(
 
 def _begin_immediate(connection: Any, using: str, deadline: float, urgent: bool) -> OwnAtomic:
     """Begin with our own retry every millisecond: SQLite's busy handler naps longer and longer."""
+    while True:
+        try:
+            return _begin_on(connection, using, deadline, urgent)
+        except OperationalError as error:
+            if not _reads_an_old_snapshot(connection, error):
+                raise
+        # Waiting would be for ever. The open read keeps the old connection and goes on there.
+        connection.connection = None
+
+
+def _begin_on(connection: Any, using: str, deadline: float, urgent: bool) -> OwnAtomic:
     connection.ensure_connection()
     raw = connection.connection
     (patience,) = raw.execute("PRAGMA busy_timeout").fetchone()
@@ -215,13 +257,20 @@ def _begin_immediate(connection: Any, using: str, deadline: float, urgent: bool)
                 block.__enter__()
                 return block
             except OperationalError as error:
-                if not is_locked(error) or time.monotonic() >= deadline:
+                in_vain = time.monotonic() >= deadline or _reads_an_old_snapshot(connection, error)
+                if in_vain or not is_locked(error):
                     raise
             time.sleep(URGENT_RETRY_SECONDS if urgent else BEGIN_RETRY_SECONDS)
     finally:
         connection.transaction_mode = mode
         if connection.connection is raw:
             raw.execute(f"PRAGMA busy_timeout = {int(patience)}")
+
+
+def _reads_an_old_snapshot(connection: Any, error: BaseException) -> bool:
+    """Whether a SELECT is open on this connection (an `iterator()`, say), and somebody has written since."""
+    name = getattr(error.__cause__, "sqlite_errorname", "")
+    return bool(name == "SQLITE_BUSY_SNAPSHOT" and not connection.is_in_memory_db())
 
 
 @contextmanager
@@ -249,8 +298,10 @@ def joined(using: str, *, timeout: float | None = None) -> Iterator[BaseDatabase
 
 def is_locked(error: BaseException) -> bool:
     """Whether SQLite said that somebody else holds the file."""
+    if not isinstance(error, OperationalError):
+        return False
     text = str(error)
-    return isinstance(error, OperationalError) and ("locked" in text or "busy" in text)
+    return "locked" in text or "busy" in text
 
 
 _LOST_STATES = ("08", "57P01", "57P02", "57P03", "57P05", "53300", "25006", "25P03")
@@ -291,6 +342,67 @@ def drop_broken(using: str) -> None:
     # A cut connection cannot end its transaction: Django's bookkeeping of it goes with it.
     if not connection.in_atomic_block and not connection.is_usable():
         connection.close()
+
+
+class Leftover(enum.Enum):
+    """What somebody else's code left on a connection."""
+
+    NOTHING = "nothing"
+    TRANSACTION = "an open transaction"
+    BROKEN = "a connection that does not work"
+
+
+def clear(using: str) -> Leftover:
+    """Bring this thread's connection back to autocommit with nothing open; answer what was on it.
+
+    An open transaction is rolled back. The blocks that Django's TestCase opened stay.
+    """
+    connection = connections[using]
+    blocks = connection.atomic_blocks
+    if any(is_testcases(block) for block in blocks):
+        found = Leftover.NOTHING
+        while not is_testcases(blocks[-1]):
+            found = Leftover.TRANSACTION
+            error = TransactionManagementError("This block was left open.")
+            blocks[-1].__exit__(TransactionManagementError, error, None)
+        return found
+    found = _left_on(connection)
+    if found is not Leftover.NOTHING or connection.in_atomic_block or _autocommit_is_off(connection):
+        discard(connection)
+    elif connection.errors_occurred:
+        connection.close_if_unusable_or_obsolete()
+    return found
+
+
+def _left_on(connection: BaseDatabaseWrapper) -> Leftover:
+    raw = connection.connection
+    if raw is None:
+        return Leftover.NOTHING
+    try:
+        if connection.vendor == "sqlite":
+            return Leftover.TRANSACTION if raw.in_transaction else Leftover.NOTHING
+        status = _UNKNOWN if raw.closed else raw.info.transaction_status
+    except Exception:
+        return Leftover.BROKEN
+    if status in (_ACTIVE, _IN_TRANSACTION, _IN_ERROR):
+        return Leftover.TRANSACTION
+    return Leftover.BROKEN if status == _UNKNOWN else Leftover.NOTHING
+
+
+def _autocommit_is_off(connection: BaseDatabaseWrapper) -> bool:
+    return connection.connection is not None and not connection.autocommit
+
+
+def discard(connection: BaseDatabaseWrapper) -> None:
+    """Close it and forget its transaction. Inside a block Django's own close() would keep the closed connection."""
+    connection.in_atomic_block = False
+    connection.savepoint_ids, connection.atomic_blocks, connection.run_on_commit = [], [], []
+    connection.needs_rollback = connection.closed_in_transaction = False
+    try:
+        connection.close()
+    except Exception as error:
+        logger.debug("A connection could not be closed: %s", error)
+    connection.connection = None
 
 
 # --- statements -----------------------------------------------------------------------------------------

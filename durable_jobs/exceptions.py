@@ -427,7 +427,8 @@ class NotFound(Refusal):
 
     def __init__(self, job_id: object) -> None:
         self.job_id = job_id
-        super().__init__(f"There is no job {shown(job_id)} in this scope. Check the id and the scope.")
+        named = str(job_id) if isinstance(job_id, UUID) else shown(job_id)
+        super().__init__(f"There is no job {named} in this scope. Check the id and the scope.")
 
 
 class InvalidKind(Refusal):

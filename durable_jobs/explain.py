@@ -9,14 +9,26 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+
+from django.db.models import Min, Q
 
 from durable_jobs import database, kinds, store
 from durable_jobs.conf import config
+from durable_jobs.exceptions import cut
 from durable_jobs.kinds import Kind
 from durable_jobs.lifecycle import MIRROR_STUCK_AFTER
-from durable_jobs.models import MANUAL_QUEUE, Job, JobEvent, Pause, Status, Verdict, WorkerProcess
+from durable_jobs.models import (
+    MANUAL_QUEUE,
+    CancelRequest,
+    Job,
+    JobEvent,
+    Pause,
+    Status,
+    Verdict,
+    WorkerProcess,
+)
 
 
 class Phase(StrEnum):
@@ -49,19 +61,23 @@ STUCK_REASONS = frozenset(
     {"lease_expired", "stalled", "slice_overdue", "cancel_unseen", "cancel_seen", "mirror_failing"}
 )
 WORKER_SILENT_SECONDS = 60.0
+"""A worker whose process has not shown itself for so long does not count as live."""
+MESSAGE_SHOWN = 300
 
 
 def phase(job: Job, now: datetime, pauses: Collection[Pause] = ()) -> Phase:
     """The job's phase at `now`, the database's time. Pure."""
     if job.status == Status.FAILED:
         return Phase.PARKED if job.parked_at else Phase.FAILED
-    if job.status in (Status.COMPLETED, Status.CANCELLED, Status.HELD):
+    if job.status in (Status.COMPLETED, Status.CANCELLED):
         return Phase(job.status)
     if STUCK_REASONS.intersection(reason.code for reason in troubles(job, now)):
         return Phase.STUCK
     if job.cancel_requested_at is not None:
         return Phase.STOPPING
-    if job.status == Status.RUNNING and job.lease_owner is not None:
+    if job.status == Status.HELD:
+        return Phase.HELD
+    if _is_owned(job):
         return Phase.RUNNING
     if matching(job, pauses):
         return Phase.PAUSED
@@ -75,6 +91,45 @@ def current_phase(job: Job) -> Phase:
     return phase(job, store.now(), list(Pause.objects.using(database.alias())))
 
 
+def among(wanted: Phase, now: datetime, pauses: Collection[Pause] = ()) -> Q:
+    """A condition that holds for every job of a phase, and for few others: `phase` has the last word on each."""
+    owned = Q(status=Status.RUNNING, lease_owner__isnull=False)
+    unowned = Q(status=Status.RUNNING, lease_owner__isnull=True)
+    cancelling = Q(cancel_requested_at__isnull=False, finished_at__isnull=True)
+    match wanted:
+        case Phase.COMPLETED | Phase.CANCELLED | Phase.HELD:
+            return Q(status=wanted.value)
+        case Phase.FAILED | Phase.PARKED:
+            return Q(status=Status.FAILED, parked_at__isnull=wanted is Phase.FAILED)
+        case Phase.STUCK:
+            live = Q(status__in=[Status.HELD, Status.PENDING, Status.RUNNING])
+            return owned | cancelling | (live & Q(mirror_attempts__gte=MIRROR_STUCK_AFTER))
+        case Phase.STOPPING:
+            return cancelling
+        case Phase.RUNNING:
+            return owned
+        case Phase.PAUSED:
+            return (Q(status=Status.PENDING) | unowned) & held_back(pauses)
+        case Phase.RETRYING:
+            return unowned
+        case Phase.SCHEDULED:
+            return Q(status=Status.PENDING, next_run_at__gt=now)
+        case Phase.WAITING:
+            return Q(status=Status.PENDING, next_run_at__lte=now)
+
+
+def held_back(pauses: Collection[Pause]) -> Q:
+    """A condition that holds for every job that one of the pauses matches."""
+    condition = Q(pk__in=[])
+    for pause in pauses:
+        parts = {"queue_name": pause.queue_name, "kind": pause.kind, "tenant_id": pause.tenant_id}
+        named = {name: value for name, value in parts.items() if value}
+        if not named:
+            return Q()
+        condition |= Q(**named)
+    return condition
+
+
 def matching(job: Job, pauses: Collection[Pause]) -> list[Pause]:
     """The pauses that hold this job back."""
     return [
@@ -86,26 +141,31 @@ def matching(job: Job, pauses: Collection[Pause]) -> list[Pause]:
     ]
 
 
-def troubles(job: Job, now: datetime) -> list[Reason]:
-    """What is wrong with a live job, from its row alone. Pure."""
+def troubles(
+    job: Job, now: datetime, pauses: Collection[Pause] = (), requested_at: datetime | None = None
+) -> list[Reason]:
+    """What is wrong with a job that has not ended, from its row alone. Pure.
+
+    `requested_at`: a cancel request that is not on the row yet, because it met a locked one.
+    """
     found: list[Reason] = []
     if job.status not in (Status.PENDING, Status.RUNNING, Status.HELD):
         return found
-    owned = job.status == Status.RUNNING and job.lease_owner is not None
-    if owned and job.lease_expires_at is not None:
+    requested_at = job.cancel_requested_at or requested_at
+    if _is_owned(job):
+        assert job.lease_expires_at is not None
         overdue = (now - job.lease_expires_at).total_seconds()
         if overdue > config.GRACE:
             found.append(
                 Reason(
                     "lease_expired",
                     f"Its worker {job.lease_owner} has not renewed the lease, which ended {_ago(overdue)}.",
-                    "The reconciler repairs it by itself as soon as a worker ticks; a redrive runs it at once.",
+                    _way_out_of_an_expired_lease(job, pauses, requested_at),
                 )
             )
-    if owned:
         found.extend(_of_a_slow_slice(job, now))
-    if job.cancel_requested_at is not None:
-        found.extend(_of_an_old_cancel(job, now, owned))
+    if requested_at is not None:
+        found.extend(_of_an_old_cancel(job, now, requested_at))
     if job.mirror_attempts >= MIRROR_STUCK_AFTER:
         found.append(
             Reason(
@@ -121,19 +181,34 @@ def explain(job: Job) -> list[Reason]:
     """What an operator should know about a job, most pressing first; empty when all is as it should be."""
     using = database.alias()
     now = store.now()
-    pauses = list(Pause.objects.using(using))
-    horizon = now - timedelta(seconds=max(WORKER_SILENT_SECONDS, 4 * config.TICK))
-    workers = list(WorkerProcess.objects.using(using).filter(beat_at__gte=horizon))
+    pauses = list(Pause.objects.using(using).order_by("id"))
     last = WorkerProcess.objects.using(using).order_by("-beat_at").first()
-    holder = None
+    holder = error = requested_at = None
     if job.status == Status.FAILED and job.lock_key is not None:
         holder = store.by_lock_key(job.lock_key, job.scope)
-    error = None
-    if job.mirror_attempts >= MIRROR_STUCK_AFTER and job.is_live:
-        error = (
-            JobEvent.objects.using(using).filter(job_id=job.id, event="mirror_failed").order_by("-id").first()
-        )
-    return reasons(job, now, pauses, workers, last, holder, error)
+    if job.is_live:
+        letters = CancelRequest.objects.using(using).filter(job_id=job.id)
+        requested_at = letters.aggregate(first=Min("requested_at"))["first"]
+    if job.mirror_attempts >= MIRROR_STUCK_AFTER:
+        failures = JobEvent.objects.using(using).filter(job_id=job.id, event="mirror_failed")
+        error = failures.order_by("-id").first()
+    return reasons(job, now, pauses, live_workers(now), last, holder, error, requested_at)
+
+
+def live_workers(now: datetime) -> list[WorkerProcess]:
+    """The worker processes that have shown themselves lately, `now` being the database's time."""
+    horizon = now - timedelta(seconds=max(WORKER_SILENT_SECONDS, 4 * config.TICK))
+    return list(WorkerProcess.objects.using(database.alias()).filter(beat_at__gte=horizon).order_by("id"))
+
+
+def serves(worker: WorkerProcess, queue: str, kind: str = "") -> bool:
+    """Whether a worker takes jobs of this queue (and of this kind, by any of its names). Empty lists mean all.
+
+    A worker of all kinds says nothing of those that its code lacks.
+    """
+    known = kinds.find(kind) if kind else None
+    names = {kind, *((known.name, *known.aliases) if known else ())}
+    return _lists(worker.queues, {queue}) and (not kind or _lists(worker.kinds, names))
 
 
 def reasons(
@@ -144,37 +219,53 @@ def reasons(
     last_worker: WorkerProcess | None = None,
     holder: Job | None = None,
     mirror_error: JobEvent | None = None,
+    requested_at: datetime | None = None,
 ) -> list[Reason]:
     """The same from what was read. Pure. `workers` are those that beat lately."""
     kind = kinds.find(job.kind)
     found = [
         _with_error(reason, mirror_error) if reason.code == "mirror_failing" else reason
-        for reason in troubles(job, now)
+        for reason in troubles(job, now, pauses, requested_at)
     ]
-    match job.status:
-        case Status.HELD:
-            found.append(Reason("held", "It is held: nothing starts it by itself.", "Release it."))
-        case Status.PENDING | Status.RUNNING if job.next_run_at is not None:
-            found.extend(_of_waiting(job, kind, now, pauses, workers, last_worker))
-        case Status.RUNNING if job.cancel_requested_at is not None and not _has(found, "cancel_"):
-            seen = job.heartbeat_at is not None and job.heartbeat_at > job.cancel_requested_at
-            found.append(
-                Reason(
-                    "stopping",
-                    "A cancel was requested; its worker "
-                    + (
-                        "has seen it and stops at the next boundary."
-                        if seen
-                        else "sees it with its next beat."
-                    ),
-                )
-            )
-        case Status.FAILED:
-            found.extend(_of_failed(job, kind, holder))
-    return found
+    requested_at = job.cancel_requested_at or requested_at
+    if job.status == Status.FAILED:
+        return _of_failed(job, kind, holder)
+    if job.status not in (Status.HELD, Status.PENDING, Status.RUNNING):
+        return []
+    if requested_at is not None:
+        told = _has(found, "cancel_") or _has(found, "lease_expired")
+        return found if told else [*found, _of_a_new_cancel(job, now, requested_at)]
+    if job.status == Status.HELD:
+        return [*found, Reason("held", "It is held: nothing starts it by itself.", "Release it.")]
+    if _is_owned(job):
+        return [*found, *(_pausing(pause) for pause in matching(job, pauses))]
+    found += [_paused(pause) for pause in matching(job, pauses)]
+    found += _of_workers(job, kind, now, workers, last_worker)
+    waiting = _of_waiting(job, kind, now)
+    # "Waits for a free worker" is only true when nothing else is in the way.
+    return found if found and waiting.code == "waiting" else [*found, waiting]
 
 
 # --- inside ---------------------------------------------------------------------------------------------
+
+
+def _is_owned(job: Job) -> bool:
+    return job.status == Status.RUNNING and job.lease_owner is not None
+
+
+def _way_out_of_an_expired_lease(job: Job, pauses: Collection[Pause], requested_at: datetime | None) -> str:
+    kind = kinds.find(job.kind)
+    if job.queue_name == MANUAL_QUEUE:
+        return "No reconciler touches this queue: its owner, or a person, ends the job."
+    if requested_at is not None:
+        return "A cancel was requested: the reconciler of any worker ends it as cancelled by itself."
+    if matching(job, pauses):
+        return "Paused work is not repaired. Unpause it; or redrive the job, which then waits for the end of the pause."
+    if kind is None:
+        return f"The kind {job.kind} is not known here: a worker that knows it repairs the job by itself."
+    if kind.orphan_policy == "redrive":
+        return "The reconciler of any worker runs it again from its checkpoint by itself; a redrive does so at once."
+    return "The reconciler of any worker parks it, as its kind asks, for a person to decide; a redrive runs it at once."
 
 
 def _of_a_slow_slice(job: Job, now: datetime) -> list[Reason]:
@@ -188,7 +279,7 @@ def _of_a_slow_slice(job: Job, now: datetime) -> list[Reason]:
         return [
             Reason(
                 "slice_overdue",
-                f"Its slice has committed nothing for {_span(quiet)}; after {_span(longest)} it counts as hung and "
+                f"Its slice has committed nothing for {span(quiet)}; after {span(longest)} it counts as hung and "
                 "its lease is renewed no more.",
                 "Look for a call without a time limit in the worker's log (slice_overdue shows the stack).",
             )
@@ -197,19 +288,18 @@ def _of_a_slow_slice(job: Job, now: datetime) -> list[Reason]:
         return [
             Reason(
                 "stalled",
-                f"It runs, but has committed nothing for {_span(quiet)}.",
+                f"It runs, but has committed nothing for {span(quiet)}.",
                 "Look at what the step waits for. Work that is slow by nature should commit more often.",
             )
         ]
     return []
 
 
-def _of_an_old_cancel(job: Job, now: datetime, owned: bool) -> list[Reason]:
-    assert job.cancel_requested_at is not None
-    waiting = (now - job.cancel_requested_at).total_seconds()
+def _of_an_old_cancel(job: Job, now: datetime, requested_at: datetime) -> list[Reason]:
+    waiting = (now - requested_at).total_seconds()
     if waiting <= max(config.GRACE, 2 * config.TICK):
         return []
-    if owned and job.heartbeat_at is not None and job.heartbeat_at > job.cancel_requested_at:
+    if _has_seen(job, requested_at):
         return [
             Reason(
                 "cancel_seen",
@@ -221,102 +311,116 @@ def _of_an_old_cancel(job: Job, now: datetime, owned: bool) -> list[Reason]:
         Reason(
             "cancel_unseen",
             f"A cancel was requested {_ago(waiting)}, and nobody has acted on it.",
-            "It needs a live worker of its queue, or the reconciler of any worker that knows its kind.",
+            "It needs its own worker, or the reconciler of any live worker that knows its kind.",
         )
     ]
 
 
-def _of_waiting(
+def _of_a_new_cancel(job: Job, now: datetime, requested_at: datetime) -> Reason:
+    asked = f"A cancel was requested {_ago((now - requested_at).total_seconds())}"
+    if not _is_owned(job):
+        return Reason("stopping", f"{asked}; the reconciler of any worker ends the job with its next pass.")
+    if _has_seen(job, requested_at):
+        return Reason("stopping", f"{asked}; its worker has seen it and stops at the next boundary.")
+    return Reason("stopping", f"{asked}; its worker sees it with its next beat.")
+
+
+def _has_seen(job: Job, requested_at: datetime) -> bool:
+    return _is_owned(job) and job.heartbeat_at is not None and job.heartbeat_at > requested_at
+
+
+def _paused(pause: Pause) -> Reason:
+    return Reason("paused", of_pause(pause), "Unpause.")
+
+
+def _pausing(pause: Pause) -> Reason:
+    return Reason("pausing", f"{of_pause(pause)} Its slice is asked to yield at the next boundary.")
+
+
+def of_pause(pause: Pause) -> str:
+    """The pause in a sentence: what it stops, since when, by whom, and why."""
+    parts = [("queue", pause.queue_name), ("kind", pause.kind), ("tenant", pause.tenant_id)]
+    what = ", ".join(f"{name} {value}" for name, value in parts if value) or "all work"
+    who = f" by {pause.actor}" if pause.actor else ""
+    reason = pause.reason.rstrip(".")
+    return f"Paused ({what}) since {pause.since.astimezone(UTC):%Y-%m-%d %H:%M} UTC{who}: {reason}."
+
+
+def _of_workers(
     job: Job,
     kind: Kind | None,
     now: datetime,
-    pauses: Sequence[Pause],
     workers: Sequence[WorkerProcess],
     last_worker: WorkerProcess | None,
 ) -> list[Reason]:
-    found = [
-        Reason(
-            "paused",
-            f"Paused since {pause.since:%Y-%m-%d %H:%M} UTC"
-            + (f" by {pause.actor}" if pause.actor else "")
-            + f": {pause.reason}",
-            "Unpause.",
-        )
-        for pause in matching(job, pauses)
-    ]
-    assert job.next_run_at is not None
-    ahead = (job.next_run_at - now).total_seconds()
-    if job.status == Status.RUNNING:
-        limit = kind.retry.failures if kind is not None else None
-        count = f"{job.consecutive_failures}{f' of {limit}' if limit else ''} failures"
-        when = f"in {_span(ahead)}" if ahead > 0 else "as soon as a worker is free"
-        found.append(
-            Reason(
-                "retrying",
-                f"Tries again {when}; {count}, the last: {job.error_type or 'none'}.",
-                "Redrive runs it now.",
-            )
-        )
-    elif ahead > 0:
-        asked = "asked by the job" if job.attempts else "as scheduled"
-        found.append(Reason("scheduled", f"Waits {_span(ahead)} longer, {asked}."))
+    """Whether anybody would run the job."""
     if job.queue_name == MANUAL_QUEUE:
-        return [*found, Reason("manual", "Workers leave this queue alone; its owner runs it by hand.")]
-    serving = [worker for worker in workers if _serves(worker.queues, job.queue_name)]
-    knowing = [worker for worker in serving if _serves(worker.kinds, job.kind)]
+        return [Reason("manual", "Workers leave this queue alone; its owner runs the job by hand.")]
+    serving = [worker for worker in workers if serves(worker, job.queue_name)]
     if not serving:
-        seen = (
-            f" The last worker of any queue was seen {_ago((now - last_worker.beat_at).total_seconds())} on {last_worker.host}."
-            if last_worker
-            else " No worker has ever been seen."
-        )
-        found.append(
+        if last_worker is None:
+            seen = "No worker has ever been seen."
+        else:
+            silent = (now - last_worker.beat_at).total_seconds()
+            seen = f"The last worker of any queue was seen {_ago(silent)} on {last_worker.host}."
+        return [
             Reason(
                 "no_worker",
-                f"No live worker serves the queue {job.queue_name}.{seen}",
+                f"No live worker serves the queue {job.queue_name}. {seen}",
                 f"Start one: manage.py runworker --queues {job.queue_name}",
             )
-        )
-    elif not knowing:
-        found.append(
-            Reason(
-                "unknown_kind",
-                f"The workers of the queue {job.queue_name} do not know the kind {job.kind}.",
-                "Deploy the code that registers it, or give a renamed kind its old name among aliases.",
-            )
-        )
-    elif ahead <= 0 and not found:
-        found.append(Reason("waiting", f"Due; waits for a free worker of the queue {job.queue_name}."))
-    return found
+        ]
+    knowing = [worker for worker in serving if serves(worker, job.queue_name, job.kind)]
+    register = "Deploy the code that registers it, or give a renamed kind its old name among aliases."
+    if not knowing:
+        sentence = f"The live workers of the queue {job.queue_name} do not take the kind {job.kind}."
+        return [Reason("unknown_kind", sentence, f"Start one that does. {register}")]
+    if kind is None and not any(_lists(worker.kinds, {job.kind}, empty=False) for worker in knowing):
+        return [Reason("unknown_kind", f"The kind {job.kind} is not registered here.", register)]
+    return []
+
+
+def _of_waiting(job: Job, kind: Kind | None, now: datetime) -> Reason:
+    """What the job waits for by itself."""
+    assert job.next_run_at is not None
+    ahead = (job.next_run_at - now).total_seconds()
+    when = f"in {span(ahead)}" if ahead > 0 else "as soon as a worker is free"
+    if job.verdict is not None:
+        sentence = f"Its work has failed for good ({job.error_type or 'no type'}); ending the job, with its hooks, is tried again {when}."
+        return Reason("ending", sentence)
+    if job.status == Status.RUNNING:
+        if not job.consecutive_failures:
+            return Reason("retrying", f"Goes on {when}; no failure is counted.", "A redrive runs it now.")
+        limit = f" of {kind.retry.failures}" if kind is not None else ""
+        sentence = f"Tries again {when}; {job.consecutive_failures}{limit} failures, the last: {job.error_type or 'no type'}."
+        return Reason("retrying", sentence, "A redrive runs it now.")
+    if ahead > 0:
+        asked = "as the job asked" if job.attempts else "as scheduled"
+        return Reason("scheduled", f"Due in {span(ahead)}, {asked}.")
+    return Reason(
+        "waiting", f"Due for {span(-ahead)}; waits for a free worker of the queue {job.queue_name}."
+    )
 
 
 def _of_failed(job: Job, kind: Kind | None, holder: Job | None) -> list[Reason]:
     found = []
+    error = f"{job.error_type}: " if job.error_type else ""
+    error = f"{error}{cut(job.error_message or 'no message', MESSAGE_SHOWN)}"
+    unrecoverable = job.verdict == Verdict.UNRECOVERABLE
+    way_out = (
+        "Repair the cause, then redrive it with force."
+        if unrecoverable
+        else "Redrive it once the cause is gone."
+    )
     if job.parked_at is not None:
-        found.append(
-            Reason(
-                "parked",
-                f"Parked as {job.error_code}: {job.error_message or 'no message'}",
-                "Find out why, then redrive it.",
-            )
-        )
-    elif job.verdict == Verdict.UNRECOVERABLE:
-        found.append(
-            Reason(
-                "unrecoverable",
-                f"Failed for good ({job.error_type or 'no type'}): {job.error_message or 'no message'}",
-                "Repair the cause, then redrive with force.",
-            )
-        )
+        found.append(Reason("parked", f"Parked as {job.error_code}. {error}", way_out))
+    elif unrecoverable:
+        sentence = f"Failed, and running it again is expected to fail again. {error}"
+        found.append(Reason("unrecoverable", sentence, way_out))
     else:
-        found.append(
-            Reason(
-                "failed",
-                f"Failed after {job.consecutive_failures} failures ({job.error_type or 'no type'}): "
-                f"{job.error_message or 'no message'}",
-                "Redrive it once the cause is gone.",
-            )
-        )
+        count = job.consecutive_failures
+        times = f" after {count} {'failure' if count == 1 else 'failures'}" if count else ""
+        found.append(Reason("failed", f"Failed{times}. {error}", way_out))
     if holder is not None and holder.id != job.id:
         found.append(
             Reason(
@@ -341,7 +445,7 @@ def _with_error(reason: Reason, event: JobEvent | None) -> Reason:
         return reason
     return Reason(
         reason.code,
-        f"{reason.sentence} The last error: {event.error_type}: {event.message[:300]}",
+        f"{reason.sentence} The last error: {event.error_type}: {cut(event.message, MESSAGE_SHOWN)}",
         reason.way_out,
     )
 
@@ -350,19 +454,21 @@ def _has(found: Sequence[Reason], prefix: str) -> bool:
     return any(reason.code.startswith(prefix) for reason in found)
 
 
-def _serves(names: str, wanted: str) -> bool:
+def _lists(names: str, wanted: Collection[str], *, empty: bool = True) -> bool:
+    """Whether a list in JSON has one of the names; `empty` is the answer of an empty one."""
     try:
         listed = json.loads(names or "[]")
     except ValueError:
         return False
-    return not listed or wanted in listed
+    return not set(wanted).isdisjoint(listed) if listed else empty
 
 
 def _ago(seconds: float) -> str:
-    return f"{_span(seconds)} ago"
+    return f"{span(seconds)} ago"
 
 
-def _span(seconds: float) -> str:
+def span(seconds: float) -> str:
+    """A length of time in one unit, whole numbers: "45 s", "12 min", "3 h", "2 d"."""
     seconds = max(0, round(seconds))
     for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * size:

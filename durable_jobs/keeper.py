@@ -47,7 +47,7 @@ class Hold:
         self.max_slice_seconds = max_slice_seconds
         self.thread = thread or threading.current_thread()
         self.stop = threading.Event()
-        """Set once, at the first sign that going on is pointless: lost, cancelled or overdue."""
+        """Set once, at the first sign that going on is pointless: lost, cancelled, paused or overdue."""
         self.lost = False
         self.cancelled = False
         self.paused = False
@@ -66,11 +66,12 @@ class Hold:
         self._retry_at = math.inf
         self.overdue = False
 
-    def observe(self, *, cancel: bool = False, lost: bool = False) -> None:
-        """Note a cancel or the loss of the lease, and set `stop`."""
+    def observe(self, *, cancel: bool = False, pause: bool = False, lost: bool = False) -> None:
+        """Note a cancel, a pause or the loss of the lease, and set `stop`."""
         self.cancelled = self.cancelled or cancel
+        self.paused = self.paused or pause
         self.lost = self.lost or lost
-        if cancel or lost:
+        if cancel or pause or lost:
             self.stop.set()
 
     @property
@@ -166,7 +167,7 @@ class Keeper:
     def ask_to_stop(self) -> None:
         """Wake every step that waits on `ctx.stop`: the process drains."""
         with self._guard:
-            for hold in self._holds:
+            for hold in self._holds.values():
                 hold.stop.set()
 
     def beat_now(self) -> None:
@@ -256,7 +257,8 @@ class Keeper:
         if beat is None or not beat.mine:
             hold.observe(lost=True)
             return
-        hold.paused = beat.paused
+        if beat.paused and not hold.paused:
+            hold.observe(pause=True)
         if beat.cancel and not hold.cancelled:
             hold.observe(cancel=True)
         if beat.renewed:

@@ -393,13 +393,32 @@ class Kind:
         yield from _faults_of_misspellings(self)
 
 
+MASKED: Final = "••••"
+
+
+def mask(kind: Kind | None, value: Any) -> Any:
+    """A value of input, checkpoint or result as screens may show it: without what the kind's `masked_keys` hold.
+
+    Of an unknown kind nobody knows what to hide, so all of it is.
+    """
+    if kind is None:
+        return None if value is None else MASKED
+    if isinstance(value, Mapping):
+        return {key: MASKED if key in kind.masked_keys else mask(kind, part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [mask(kind, part) for part in value]
+    return value
+
+
 def classify(kind: Kind, error: BaseException) -> ErrorClass:
     """The class of an error: by the kind's own word, else by the error's marker, else transient."""
     try:
         own = kind.classify(error)
         if own is not None:
             return ErrorClass(own)
-    except Exception as own_error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as own_error:
         log("classify_failed", level=logging.ERROR, error=own_error, kind=kind.name)
     return exceptions.classify(error)
 

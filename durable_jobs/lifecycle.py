@@ -11,9 +11,10 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 from uuid import UUID
 
-from django.db import transaction
+from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.dispatch import Signal
 
@@ -143,8 +144,10 @@ def redrive(kind: Kind, job_id: UUID, epoch: int, transition: Transition, record
     """
     using = database.alias()
     job: Job | None = None
+    raw: Any = None
     try:
-        with database.joined(using):
+        with database.joined(using) as connection:
+            raw = connection.connection
             job = transition()
             if job is None:
                 return None
@@ -152,8 +155,10 @@ def redrive(kind: Kind, job_id: UUID, epoch: int, transition: Transition, record
                 _require_agreement(job, kind.on_redrive(job), "on_redrive")
             record(job)
             transaction.on_commit(partial(_after_redrive, kind, job), using=using, robust=True)
-    except Exception as error:
-        if job is None or database.is_outage(error):
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if job is None or _is_outage(error, using, raw):
             raise
         _count_failed_hook(job, epoch, error)
         raise HookFailed(job.id, job.kind, job.status, error) from error
@@ -163,21 +168,33 @@ def redrive(kind: Kind, job_id: UUID, epoch: int, transition: Transition, record
 def _end(kind: Kind | None, transition: Transition, event: str, record: Record | None = None) -> Job | None:
     using = database.alias()
     job: Job | None = None
+    raw: Any = None
     try:
-        with _unit(kind, using, record):
+        with _unit(kind, using, record) as connection:
+            raw = connection.connection
             job = transition()
             if job is None:
                 return None
             conclude(kind, job, event)
             if record is not None:
                 record(job)
-    except Exception as error:
-        # An outage rolled everything back as well, but it says nothing about the hook.
-        if job is None or database.is_outage(error):
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if job is None or _is_outage(error, using, raw):
             raise
         _count_failed_hook(job, job.lease_epoch, error)
         raise HookFailed(job.id, job.kind, job.status, error) from error
     return job
+
+
+def _is_outage(error: BaseException, using: str, raw: Any) -> bool:
+    """Whether the connection `raw` broke, which rolled everything back but says nothing about the hook.
+
+    While it works, such an error is the hook's own: a cursor used after its end, another database.
+    """
+    connection = connections[using]
+    return database.is_outage(error) and (connection.connection is not raw or not connection.is_usable())
 
 
 def _unit(
@@ -237,8 +254,9 @@ def _count_failed_hook(job: Job, epoch: int, error: BaseException) -> None:
     """After the rollback, on the same connection: a second one would wait for the first for ever."""
     facts = describe(error)
     log("terminal_mirror_failed", job, level=logging.ERROR, status=job.status, error=error)
+    using = database.alias()
     try:
-        with database.joined(database.alias()):
+        with database.joined(using):
             counted = store.bump_mirror_attempts(job.id, epoch)
             store.add_event(
                 job,
@@ -248,12 +266,15 @@ def _count_failed_hook(job: Job, epoch: int, error: BaseException) -> None:
                 message=facts.message,
                 traceback=facts.traceback,
             )
+            if counted and job.mirror_attempts + 1 >= MIRROR_STUCK_AFTER:
+                transaction.on_commit(partial(_tell_stuck, job), using=using, robust=True)
     except Exception as second:
         log("mirror_not_counted", job, level=logging.ERROR, error=second)
-        return
-    if counted and job.mirror_attempts + 1 >= MIRROR_STUCK_AFTER:
-        log("mirror_stuck", job, level=logging.ERROR, mirror_attempts=job.mirror_attempts + 1)
-        signals.send(signals.job_mirror_stuck, job)
+
+
+def _tell_stuck(job: Job) -> None:
+    log("mirror_stuck", job, level=logging.ERROR, mirror_attempts=job.mirror_attempts + 1)
+    signals.send(signals.job_mirror_stuck, job)
 
 
 def _after_end(kind: Kind | None, job: Job, event: str) -> None:
@@ -273,5 +294,7 @@ def _after_redrive(kind: Kind | None, job: Job) -> None:
 def _after(hook: Callable[[Job], None], job: Job) -> None:
     try:
         hook(job)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         log("after_hook_failed", job, level=logging.ERROR, hook=hook.__name__, error=error)

@@ -568,7 +568,7 @@ def _parsed(text: str | None) -> Any:
 
 
 class JobEvent(ReadOnlyRow):
-    """One line of a job's history: append-only, kept when the job's row is pruned."""
+    """One line of a job's history: append-only; it goes only when its job is pruned."""
 
     job = models.ForeignKey(
         Job, on_delete=models.DO_NOTHING, db_constraint=False, db_index=False, related_name="events"

@@ -236,12 +236,12 @@ class Reconciler:
 
     def _fold_mail(self, this: Pass, batch: int, tenant: str | None) -> None:
         """Stamp requests that met a locked row on the row, where nobody holds it any more."""
-        for job_id in _pages(partial(store.mailed, batch=batch, tenant=tenant), batch):
+        for job_id in pages(partial(store.mailed, batch=batch, tenant=tenant), batch):
             with database.joined(database.alias()):
                 store.fold_cancel(job_id)
 
     def _settle_cancels(self, this: Pass, batch: int, tenant: str | None) -> None:
-        for waiting in _pages(partial(store.cancelling, batch=batch, tenant=tenant), batch):
+        for waiting in pages(partial(store.cancelling, batch=batch, tenant=tenant), batch):
             this.report.scanned += 1
             this.met.add(waiting.id)
             if self._is_spaced_out(this, waiting.id):
@@ -255,7 +255,7 @@ class Reconciler:
                     this.report.cancelled += 1
 
     def _repair_orphans(self, this: Pass, batch: int, tenant: str | None) -> None:
-        for orphan in _pages(partial(store.orphans, config.GRACE, batch=batch, tenant=tenant), batch):
+        for orphan in pages(partial(store.orphans, config.GRACE, batch=batch, tenant=tenant), batch):
             this.report.scanned += 1
             this.met.add(orphan.id)
             self._repair(this, orphan)
@@ -415,7 +415,34 @@ class Reconciler:
         this.unknown[name] += 1
 
 
-def _pages(read: Callable[[UUID | None], list[Row]], batch: int) -> Iterator[Row]:
+def repair_once(
+    owner: str,
+    *,
+    published: Callable[[Job], None] | None = None,
+    batch: int = 100,
+    tenant: str | None = None,
+    wait: bool = True,
+) -> Report:
+    """Two passes on behalf of `owner`, `GRACE` seconds apart, for who has no worker: the sum of what they did.
+
+    `wait=False` makes the second at once: what has run out is then taken for dead, which an outage of the
+    database makes a lie. `sighted` and `unknown_kind` are those of the second pass.
+    """
+    skipped = 0.0
+    mender = Reconciler(owner, clock=lambda: time.monotonic() + skipped, published=published)
+    first = mender.tick(batch=batch, tenant=tenant)
+    # A little longer, because the age of a sighting is counted from the pass's beginning.
+    if wait:
+        time.sleep(config.GRACE + 0.01)
+    else:
+        skipped = config.GRACE + 0.01
+    second = mender.tick(batch=batch, tenant=tenant)
+    for name in ("scanned", "cancelled", "redriven", "parked", "errors"):
+        setattr(second, name, getattr(first, name) + getattr(second, name))
+    return second
+
+
+def pages(read: Callable[[UUID | None], list[Row]], batch: int) -> Iterator[Row]:
     """Every row, a page at a time by key: rows that cannot be settled never stand in the way of others."""
     after: UUID | None = None
     while page := read(after):

@@ -23,10 +23,12 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DatabaseError, InterfaceError, connections
 
-from durable_jobs import connection as own_connection
 from durable_jobs import database, jsontext, kinds, lifecycle, signals, store
 from durable_jobs.conf import config
+from durable_jobs.database import Leftover
 from durable_jobs.exceptions import (
+    CODE_LENGTH,
+    MESSAGE_LENGTH,
     ErrorClass,
     ErrorFacts,
     HookFailed,
@@ -37,17 +39,21 @@ from durable_jobs.exceptions import (
     TransactionOwned,
     UnknownKind,
     UnrecoverableError,
+    cut,
     describe,
+    shown,
 )
 from durable_jobs.keeper import Hold, Keeper
 from durable_jobs.kinds import KEEP, Cancelled, Done, Kind, Sentinel, Yield
 from durable_jobs.logs import log
-from durable_jobs.models import Job, Scope
+from durable_jobs.models import Job, Scope, Status
 from durable_jobs.store import Counts, Lease
 
 PROGRESS_SECONDS: Final = 1.0
 """Progress that a step reports is written at most this often."""
 LONG_FENCE_SECONDS: Final = 1.0
+IDLE_IN_FENCE: Final = "25P03"
+"""The server ended a fence that had sent it nothing for too long (`lock_fence` sets that limit)."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.05, 2.0
 
 Answer = TypeVar("Answer")
@@ -62,6 +68,15 @@ class Outcome(StrEnum):
     YIELDED = "yielded"
     RETRY = "retry"
     LEASE_LOST = "lease_lost"
+
+
+_LEFT_AS: Final = {
+    Status.COMPLETED: Outcome.COMPLETED,
+    Status.FAILED: Outcome.FAILED,
+    Status.CANCELLED: Outcome.CANCELLED,
+    Status.PENDING: Outcome.YIELDED,
+    Status.RUNNING: Outcome.RETRY,
+}
 
 
 @dataclass(frozen=True)
@@ -265,7 +280,8 @@ class SliceContext:
     ) -> None:
         """Report progress: counts as in `save_checkpoint`, and a message of at most 500 characters.
 
-        Written at most once a second, with the next commit, or with the slice's end. It renews nothing.
+        Written at most once a second, with the next commit, or with the slice's end; in a coroutine or a
+        transaction of yours, with the next of those. It renews nothing.
         """
         if message is not None:
             message = jsontext.clean(str(message))[:500]
@@ -275,7 +291,7 @@ class SliceContext:
             return
         self._unwritten = counts
         now = time.monotonic()
-        if now - self._progress_written < PROGRESS_SECONDS or database.in_transaction(self.alias):
+        if now - self._progress_written < PROGRESS_SECONDS or not self._may_write_alone():
             return
         self._progress_written = now
         requested = store.set_progress(self.lease, counts)
@@ -286,9 +302,22 @@ class SliceContext:
         self._hold.observe(cancel=requested)
 
     def record(self, event: str, *, code: str = "", message: str = "", data: Any = None) -> None:
-        """Append a line to the job's history; inside `fenced()` it commits with the fence."""
+        """Append a line to the job's history; inside `fenced()` it commits with the fence.
+
+        Texts are cleaned and cut (`event` 50 characters, `code` 100, `message` 10,000). Raises `InvalidInput`
+        for data that is not JSON or more than MAX_CHECKPOINT_BYTES.
+        """
+        if data is not None:
+            data = json.loads(jsontext.encode(data, field="data", limit=config.MAX_CHECKPOINT_BYTES))
         with database.joined(self.alias):
-            store.add_event(self.job, event, owner=self.lease.owner, code=code, message=message, data=data)
+            store.add_event(
+                self.job,
+                jsontext.clean(event)[:50],
+                owner=self.lease.owner,
+                code=jsontext.clean(code)[:CODE_LENGTH],
+                message=cut(jsontext.clean(message), MESSAGE_LENGTH),
+                data=data,
+            )
 
     # --- inside ---
 
@@ -296,17 +325,34 @@ class SliceContext:
         """Progress that the slice's last statement still has to write."""
         return self._unwritten
 
+    def forget_unwritten(self) -> None:
+        """Give up progress that could not be written."""
+        self._unwritten = store.NO_COUNTS
+
+    def _may_write_alone(self) -> bool:
+        return not _in_event_loop() and not database.in_transaction(self.alias)
+
     def _counts(
         self, advance: int, processed: int | None, total: int | Sentinel | None, message: str | None
     ) -> Counts:
         noted = self._noted.counts if self._noted else self._unwritten
         base = self.processed if self._noted or noted.processed is None else noted.processed
+        _count("advance", advance, negative=True)
         if processed is not None:
+            if advance:
+                raise InvalidInput(
+                    "advance",
+                    advance,
+                    "is given beside processed",
+                    "Add with advance, or set with processed.",
+                )
             base = _count("processed", processed)
-        elif advance:
-            base = base + _count("advance", advance, negative=True)
-        if base < 0:
-            raise InvalidInput("processed", base, "is below zero", "Count the items that are done.")
+        elif not 0 <= base + advance < 2**63:
+            raise InvalidInput(
+                "advance", advance, f"leads from {base} to no count", "Count the items that are done."
+            )
+        else:
+            base += advance
         if total is not None and not isinstance(total, Sentinel):
             _count("total", total)
         changed = processed is not None or bool(advance) or noted.processed is not None
@@ -363,8 +409,10 @@ def run_slice(
 
     Raises nothing for what a step does, SystemExit included; a KeyboardInterrupt leaves everything as a kill
     would. `draining` set: the worker stops, and the slice hands back at its next boundary. `on_commit` is
-    called after each commit of the slice. Raises `UnknownKind` before anything else.
+    called after each commit of the slice. Before anything else it raises `UnknownKind`, and `TransactionOwned`
+    inside a transaction of the caller.
     """
+    database.refuse_borrowed(database.alias(), "run_slice()")
     kind = kinds.find(job.kind)
     if kind is None:
         raise UnknownKind(job.kind, kinds.names())
@@ -396,6 +444,9 @@ class _Slice:
         self.kind, self.job, self.hold, self.lease = kind, job, hold, hold.lease
         self.patient = keeper is not None
         self.draining = draining
+        self.let_go = False
+        """Whether the row has no owner any more, though the slice still decides about it."""
+        self.retried = False
         self.ctx = SliceContext(kind, job, hold, draining, on_commit)
 
     def run(self) -> SliceResult:
@@ -403,63 +454,96 @@ class _Slice:
             return self._run()
         except LeaseLost:
             return self._lost()
-        except Exception as error:
-            # Nothing here belongs to the step: the row could not be written. Let it go, and say so.
-            log("slice_not_recorded", self.job, level=logging.ERROR, error=error)
-            return self._release(error)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return self._not_recorded(error)
 
     def _run(self) -> SliceResult:
         job = self.job
         if job.cancel_requested_at is not None:
             return self._cancel()
         if job.verdict is not None:
-            return self._decide(job, owned=True)
-        if job.input_text is not None and jsontext.sha256(job.input_text) != job.input_sha256:
-            return self._fail(
-                UnrecoverableError(
-                    "The stored input does not match its hash: it was changed after the start.",
-                    code="input_changed",
-                )
+            return self._decide(job)
+        if not _is_as_started(job):
+            return self._refuse(
+                "input_changed", "The stored input does not match its hash: it was changed after the start."
             )
         if job.attempts == 1:
             signals.send(signals.job_started, job)
+        answer, error, left, cut_off = self._run_step()
+        if error is not None:
+            return self._raised(error, cut_off)
+        return self._returned(answer, left)
+
+    def _run_step(self) -> tuple[object, BaseException | None, Leftover, bool]:
+        """The step's answer or error, what it left on the connection, and whether that was cut meanwhile."""
+        before = self._connection()
+        answer: object = None
+        error: BaseException | None = None
         try:
             answer = self._call_step()
         except (LeaseLost, KeyboardInterrupt):
+            self._clear()
             raise
-        except BaseException as error:
-            return self._raised(error)
-        finally:
-            self._leave_clean()
-        return self._returned(answer)
+        except BaseException as raised:
+            error = raised
+        now = self._connection()
+        replaced = now is None if before is None else now is not before
+        left = self._clear()
+        return answer, error, left, replaced or left is Leftover.BROKEN
 
     def _call_step(self) -> object:
         step = self.kind.step
         return async_to_sync(step)(self.ctx) if inspect.iscoroutinefunction(step) else step(self.ctx)
 
-    def _leave_clean(self) -> None:
-        """A transaction that a step left open, or a connection it broke, must not carry the outcome."""
-        own_connection.leave_clean(connections[self.ctx.alias])
+    def _clear(self) -> Leftover:
+        """What a step left on the connection must not carry the outcome."""
+        left = database.clear(self.ctx.alias)
+        if left is not Leftover.NOTHING:
+            log("left_on_connection", self.job, level=logging.WARNING, left=left.value)
+        return left
+
+    def _not_recorded(self, error: BaseException) -> SliceResult:
+        """The outcome could not be written, and no outage is to blame: counted, so that it ends some day."""
+        log("slice_not_recorded", self.job, level=logging.ERROR, error=error)
+        if self.let_go:
+            return SliceResult(Outcome.RETRY, None, error)
+        self.ctx.forget_unwritten()
+        if database.is_outage(error) or isinstance(error, TransactionOwned):
+            return self._release(error)
+        try:
+            job = self._persist(partial(self._record_failure, describe(error)))
+        except Exception:
+            return self._release(error)
+        return SliceResult(Outcome.RETRY, job, error) if job else self._lost()
 
     # --- outcomes ---
 
-    def _returned(self, answer: object) -> SliceResult:
+    def _returned(self, answer: object, left: Leftover) -> SliceResult:
         if self.hold.lost:
             return self._lost()
-        if not isinstance(answer, Done | Yield | Cancelled):
-            return self._fail(
-                UnrecoverableError(
-                    f"step returned {answer!r:.200}; return Done(result), Yield(after) or Cancelled().",
-                    code="bad_outcome",
-                )
-            )
-        if self.hold.cancelled or isinstance(answer, Cancelled):
+        if self.hold.cancelled:
             return self._cancel()
-        if isinstance(answer, Yield):
-            return self._yield(answer.after)
-        return self._complete(answer.result)
+        if left is Leftover.TRANSACTION:
+            return self._refuse(
+                "transaction_left_open",
+                "step returned inside a transaction that it had opened; what it wrote there was rolled back. "
+                "Leave atomic() blocks, or commit, before returning.",
+            )
+        match answer:
+            case Done(result):
+                return self._complete(result)
+            case Yield(after):
+                return self._yield(after)
+            case Cancelled():
+                return self._cancel()
+        return self._refuse(
+            "bad_outcome",
+            f"step returned {shown(answer)}; return Done(result), Yield(after) or Cancelled().",
+        )
 
-    def _raised(self, error: BaseException) -> SliceResult:
+    def _raised(self, error: BaseException, cut_off: bool) -> SliceResult:
         if self.hold.lost:
             return self._lost()
         if self.hold.cancelled:
@@ -470,9 +554,27 @@ class _Slice:
             return self._yield(0.0)
         if isinstance(error, Park):
             return self._park(error)
-        if database.is_outage(error) and not database.is_locked(error):
+        if self._is_outage(error, cut_off):
+            log("slice_cut_off", self.job, level=logging.WARNING, error_type=describe(error).type)
             return self._release(error)
         return self._fail(error)
+
+    def _is_outage(self, error: BaseException, cut_off: bool) -> bool:
+        """Whether the jobs' database is at fault: the same error comes from a cursor used after its end, and
+        from a database of somebody else, and those must be counted."""
+        if not database.is_outage(error) or database.is_locked(error):
+            return False
+        if database.sqlstate(error) == IDLE_IN_FENCE:
+            return False
+        return cut_off or not self._database_answers()
+
+    def _database_answers(self) -> bool:
+        try:
+            store.beat_many(self.lease.owner, [self.lease])
+        except Exception:
+            database.clear(self.ctx.alias)
+            return False
+        return True
 
     def _complete(self, result: Any) -> SliceResult:
         text = None
@@ -480,7 +582,7 @@ class _Slice:
             try:
                 text = jsontext.encode(result, field="result", limit=config.MAX_RESULT_BYTES)
             except InvalidInput as error:
-                return self._fail(UnrecoverableError(str(error), code="bad_result"))
+                return self._refuse("bad_result", str(error))
         try:
             job = self._persist(lambda: lifecycle.complete(self.kind, self.lease, text, self.ctx.unwritten()))
         except HookFailed as failure:
@@ -524,8 +626,10 @@ class _Slice:
         return SliceResult(Outcome.CANCELLED, job) if job else self._lost()
 
     def _park(self, error: Park) -> SliceResult:
-        facts = replace(describe(error), error_class=ErrorClass.TERMINAL)
+        facts = describe(error)
+        facts = replace(facts, error_class=ErrorClass.TERMINAL, code=facts.code or "parked")
         try:
+            self._persist(self._write_progress)
             job = self._persist(
                 lambda: lifecycle.fail(self.kind, self.job.id, self.lease.epoch, facts, parked=True)
             )
@@ -533,11 +637,19 @@ class _Slice:
             return self._release(failure.error)
         return SliceResult(Outcome.FAILED, job, error) if job else self._lost()
 
+    def _refuse(self, code: str, sentence: str) -> SliceResult:
+        """A mistake in the program, which repeating does not mend, whatever the kind says of errors."""
+        error = UnrecoverableError(sentence, code=code)
+        return self._record(error, describe(error))
+
     def _fail(self, error: BaseException) -> SliceResult:
-        facts = replace(describe(error), error_class=kinds.classify(self.kind, error))
+        return self._record(error, replace(describe(error), error_class=kinds.classify(self.kind, error)))
+
+    def _record(self, error: BaseException, facts: ErrorFacts) -> SliceResult:
         job = self._persist(lambda: self._record_failure(facts))
         if job is None:
             return self._lost()
+        self.let_go = True
         log(
             "slice_failed",
             job,
@@ -547,9 +659,13 @@ class _Slice:
             verdict=job.verdict,
             error=error,
         )
-        if job.verdict is None:
-            return SliceResult(Outcome.RETRY, job, error)
-        return replace(self._decide(job, owned=False), error=error)
+        if job.cancel_requested_at is not None:
+            # The statement that recorded the failure has seen the request.
+            self.ctx.forget_unwritten()
+            return replace(self._cancel(), error=error)
+        if job.verdict is not None:
+            return replace(self._decide(job), error=error)
+        return SliceResult(Outcome.RETRY, job, error)
 
     def _record_failure(self, facts: ErrorFacts) -> Job | None:
         retry = self.kind.retry
@@ -576,32 +692,50 @@ class _Slice:
                 )
         return job
 
-    def _decide(self, job: Job, *, owned: bool) -> SliceResult:
+    def _decide(self, job: Job) -> SliceResult:
         """The row carries a verdict: tell the domain. The work is never run again for it."""
         try:
             failed = self._persist(lambda: lifecycle.fail(self.kind, job.id, job.lease_epoch))
         except HookFailed as failure:
-            if owned:
-                return self._release(failure.error)
-            return SliceResult(Outcome.RETRY, job, failure.error)
+            return self._release(failure.error)
         if failed is None:
-            return self._lost() if owned else SliceResult(Outcome.RETRY, job)
+            return SliceResult(Outcome.RETRY, job) if self.let_go else self._lost()
         return SliceResult(Outcome.FAILED, failed)
 
     def _release(self, error: BaseException) -> SliceResult:
-        """Hand the row back for a retry that counts nothing."""
+        """Hand the row back for a retry that counts nothing, unless that has been done."""
+        if self.let_go:
+            return SliceResult(Outcome.RETRY, self._row(), error)
         try:
+            self._persist(self._write_progress)
             job = self._persist(partial(store.release_lease, self.lease, self.kind.retry.first_delay))
         except Exception as second:
             log("release_failed", self.job, level=logging.ERROR, error=second)
             return SliceResult(Outcome.RETRY, None, error)
         return SliceResult(Outcome.RETRY, job, error) if job else self._lost()
 
+    def _write_progress(self) -> None:
+        """For endings whose own statement takes no counts."""
+        counts = self.ctx.unwritten()
+        if counts != store.NO_COUNTS:
+            store.set_progress(self.lease, counts)
+            self.ctx.forget_unwritten()
+
     def _lost(self) -> SliceResult:
+        job = self._row() if self.retried else None
+        if job and job.lease_epoch == self.lease.epoch and job.lease_owner is None:
+            # It had been written, and only the answer was lost.
+            return SliceResult(_LEFT_AS[job.status], job)
         self.hold.observe(lost=True)
         log("lease_lost", self.job, level=logging.WARNING, owner=self.lease.owner, epoch=self.lease.epoch)
         signals.send(signals.job_lease_lost, self.job)
         return SliceResult(Outcome.LEASE_LOST)
+
+    def _row(self) -> Job | None:
+        try:
+            return store.get(self.job.id)
+        except Exception:
+            return None
 
     @property
     def _interrupted(self) -> bool:
@@ -612,24 +746,40 @@ class _Slice:
 
         It ends when the database answers: the row is written, or it is somebody else's.
         """
-        wait, told = FIRST_WAIT_SECONDS, False
+        wait = FIRST_WAIT_SECONDS
         while True:
+            before = self._connection()
             try:
                 return write()
             except (DatabaseError, InterfaceError) as error:
-                if not self.patient or not (database.is_outage(error) or database.is_conflict(error)):
+                if not (database.is_outage(error) or database.is_conflict(error)):
                     raise
-                if not told:
+                # A connection that was cut before, unnoticed, is worth a second try in any case.
+                cut_off = (
+                    database.clear(self.ctx.alias) is Leftover.BROKEN or self._connection() is not before
+                )
+                if not self.patient and (self.retried or not cut_off):
+                    raise
+                if not self.retried:
                     log(
                         "outcome_waits",
                         self.job,
                         level=logging.WARNING,
                         problem=f"{type(error).__name__}: {error}"[:200],
                     )
-                    told = True
-            database.drop_broken(self.ctx.alias)
+                self.retried = True
             time.sleep(wait)
             wait = min(wait * 2, LONGEST_WAIT_SECONDS)
+
+    def _connection(self) -> Any:
+        """The driver's own connection: another one after a cut, None where there is none."""
+        return connections[self.ctx.alias].connection
+
+
+def _is_as_started(job: Job) -> bool:
+    if job.input_text is None:
+        return job.input_sha256 is None
+    return jsontext.sha256(job.input_text) == job.input_sha256
 
 
 def _count(field: str, value: object, *, negative: bool = False) -> int:
@@ -643,11 +793,16 @@ def _count(field: str, value: object, *, negative: bool = False) -> int:
     return value
 
 
-def _refuse_event_loop(what: str) -> None:
+def _in_event_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return
-    raise SynchronousOnlyOperation(
-        f"{what} cannot be used in a coroutine: write `await ctx.run_fenced(function, *args)`."
-    )
+        return False
+    return True
+
+
+def _refuse_event_loop(what: str) -> None:
+    if _in_event_loop():
+        raise SynchronousOnlyOperation(
+            f"{what} cannot be used in a coroutine: write `await ctx.run_fenced(function, *args)`."
+        )

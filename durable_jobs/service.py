@@ -17,11 +17,11 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 from uuid import UUID
 
-from django.core import signing
 from django.db import OperationalError, router, transaction
 from django.db.models import Model
 
-from durable_jobs import bounded, database, jsontext, kinds, lifecycle, signals, store, transports
+from durable_jobs import database, jsontext, kinds, lifecycle, signals, store, transports
+from durable_jobs.candidates import CandidatePage, CandidateQuery, candidates
 from durable_jobs.conf import config
 from durable_jobs.exceptions import (
     Busy,
@@ -39,13 +39,11 @@ from durable_jobs.exceptions import (
     NotSettleable,
     Refusal,
     RestartNotAllowed,
-    ScopeMismatch,
     UnknownKind,
 )
 from durable_jobs.kinds import QUEUE_NAME, RESERVED_QUEUE, Kind
 from durable_jobs.logs import log
 from durable_jobs.models import TERMINAL, Job, Scope, Status, Verdict, uuid7
-from durable_jobs.receipts import ExecutionContext
 from durable_jobs.store import NewJob
 
 __all__ = [
@@ -81,6 +79,7 @@ KEY_LENGTH: Final = 200
 SCOPE_LENGTH: Final = 64
 QUEUE_LENGTH: Final = 100
 REASON_LENGTH: Final = 2000
+OPERATION_LENGTH: Final = 64
 EARLIEST_RUN: Final = datetime(2000, 1, 1, tzinfo=UTC)
 LONGEST_SCHEDULE: Final = timedelta(days=3660)
 LONGEST_REDRIVE_DELAY: Final = 366 * 86_400.0
@@ -228,17 +227,20 @@ def cancel(
     *,
     actor: Any = "",
     reason: str = "",
+    operation: str | None = None,
     scope: Scope | AllScopes | None = None,
 ) -> Job:
     """Ask for a job's end, and give the job as it then is.
 
     Work that does not run ends `cancelled` at once, with its hooks; if a hook fails, the request stays and the
     reconciler settles it. Running work sees the request at its next boundary: until then its status is
-    `running`. Never waits for a row that a slice has locked. `actor` is a user or a text.
+    `running`. Never waits for a row that a slice has locked. `actor` is a user or a text; `operation` (at most
+    64 characters) is kept in the history with the event, so that the jobs of one act can be found.
     Raises `NotFound`, `NotCancellable` (finished already), `Busy` (SQLite: the file was locked for 3 s).
     """
     who = _actor(actor)
     job_uuid, wanted = _required_id(job_id), _scope(scope)
+    operation = _operation(operation)
     using = database.alias()
     try:
         with database.joined(using, timeout=CANCEL_WAIT_SECONDS):
@@ -252,7 +254,12 @@ def cancel(
             if how is None or job.status in TERMINAL:
                 raise NotCancellable(job.id, job.status)
             store.add_event(
-                job, "cancel_requested", actor=who.text, actor_id=who.id, reason=jsontext.clean(reason)
+                job,
+                "cancel_requested",
+                actor=who.text,
+                actor_id=who.id,
+                reason=jsontext.clean(reason),
+                operation_id=operation,
             )
     except OperationalError as error:
         if database.is_locked(error):
@@ -284,12 +291,16 @@ def redrive(
     force: bool = False,
     restart: bool = False,
     delay: float = 0.0,
+    failed_before: datetime | None = None,
+    operation: str | None = None,
     scope: Scope | AllScopes | None = None,
 ) -> Job:
     """Run a job again from its checkpoint: one that failed, waits for its retry, or lost its worker.
 
     `force` (exactly True) also for what failed as unrecoverable; `restart` from the start, where the kind
     allows it; `delay` in seconds. Limits are reset, the kind's `on_redrive` runs in the same transaction.
+    `failed_before` (aware) leaves alone what did not fail, or failed later: a bulk act must not take a job twice.
+    `operation` as in `cancel`.
     Raises `NotFound`, `UnknownKind`, `RestartNotAllowed`, `ForceRequired`, `LockKeyHeld`, `NotRedrivable`,
     `Busy`, and `HookFailed` when the hook refused (nothing was changed).
     """
@@ -297,7 +308,7 @@ def redrive(
         if not isinstance(value, bool):
             raise InvalidInput(name, value, "is neither True nor False", "Pass the boolean itself.")
     wait = _seconds("delay", delay, LONGEST_REDRIVE_DELAY)
-    who = _actor(actor)
+    who, operation = _actor(actor), _operation(operation)
     job_uuid = _required_id(job_id)
     before = get(job_uuid, scope=scope)
     if before is None:
@@ -325,6 +336,7 @@ def redrive(
             delay=wait,
             forced=force,
             restart=restart,
+            failed_before=failed_before,
         )
         if isinstance(answer, store.Answer):
             _require_free_lock(before)
@@ -338,6 +350,7 @@ def redrive(
             actor=who.text,
             actor_id=who.id,
             reason=jsontext.clean(reason),
+            operation_id=operation,
             data={
                 "forced": force,
                 "restart": restart,
@@ -356,9 +369,13 @@ def redrive(
         raise
     if job is None:
         now = store.get(before.id)
-        if now is not None and now.status == Status.FAILED:
-            raise Busy(before.id)
-        raise NotRedrivable(before.id, now.status if now else "gone")
+        if now is None or now.status != Status.FAILED:
+            raise NotRedrivable(before.id, now.status if now else "gone")
+        if failed_before is not None and now.finished_at is not None and now.finished_at >= failed_before:
+            raise NotRedrivable(
+                before.id, now.status, f"since {now.finished_at.isoformat(sep=' ')}, too lately"
+            )
+        raise Busy(before.id)
     return job
 
 
@@ -410,129 +427,6 @@ def unpause(*, queue: str = "", kind: str = "", tenant: str = "", actor: Any = "
 def running_under(*, queue: str = "", kind: str = "", tenant: str = "") -> int:
     """How many matching jobs still run under a live lease: 0 when a pause has taken full effect."""
     return store.leased(**_pause_of(queue, kind, tenant))
-
-
-# --- candidates -----------------------------------------------------------------------------------------
-
-CURSOR_SALT: Final = "durable_jobs.candidates"
-CURSOR_VERSION: Final = 1
-LARGEST_PAGE: Final = 100
-LARGEST_PAYLOAD: Final = 1_048_576
-
-
-@dataclass(frozen=True)
-class CandidateQuery:
-    """Which jobs to look at: of one kind and scope, on behalf of one actor; `status` None is any.
-
-    `limit` 1 to 100 rows, each of at most `max_payload_bytes` (1 to 1,048,576) bytes in all its text columns.
-    `cursor` is the one of the page before, of the very same query.
-    """
-
-    kind: str
-    actor: str
-    scope: Scope | None = None
-    status: str | None = None
-    limit: int = 25
-    max_payload_bytes: int = 262_144
-    cursor: str | None = None
-
-
-@dataclass(frozen=True)
-class CandidatePage:
-    """One page, oldest first, as of one moment. It owns nothing: whoever acts on it claims first.
-
-    `actor` and `scope` are the caller's word: the project itself must know that they are who they say.
-    """
-
-    candidates: list[Job]
-    scope: Scope
-    scanned: int
-    has_more: bool
-    cursor: str | None
-    """For the next page; None on the last."""
-    total: None = None
-    observation: str = "per-page-snapshot"
-    principal_validation: str = "domain-required"
-
-
-def candidates(query: CandidateQuery, ctx: ExecutionContext) -> CandidatePage:
-    """Read a bounded page of jobs, oldest first, without loading more than was allowed.
-
-    Sizes are looked at first; one row over the cap refuses the whole page, because a page with a gap looks
-    complete. Rows and bytes are charged to `ctx.consume` before any content is loaded. It changes nothing and
-    opens a transaction of its own. Raises `ScopeMismatch` (context and query differ, or the cursor is of
-    another query), `InvalidInput`, `TransactionOwned`, `DeadlineExceeded`.
-    """
-    ctx.check_active()
-    scope = _scope(query.scope)
-    bound = _checked_query(query, scope, ctx)
-    assert scope is not None
-    after = _position(query.cursor, bound)
-    with bounded.transaction(
-        database.alias(),
-        deadline=ctx.deadline,
-        what="candidates",
-        before_commit=ctx.check_active,
-        snapshot=True,
-    ):
-        rows = store.candidate_sizes(
-            scope, query.kind, status=query.status, after=after, limit=query.limit + 1,
-            cap=query.max_payload_bytes,
-        )  # fmt: skip
-        ctx.check_active()
-        scanned = rows[: query.limit]
-        ids = [row.id for row in scanned if row.id is not None]
-        if len(ids) < len(scanned):
-            raise InvalidInput(
-                "max_payload_bytes", query.max_payload_bytes, "is less than a row of this page has",
-                "Allow more bytes, or narrow the query; no page is given with a gap.",
-            )  # fmt: skip
-        ctx.consume(items=len(scanned), bytes=sum(row.size for row in scanned))
-        jobs = store.candidates(scope, query.kind, ids) if ids else []
-        ctx.check_active()
-    has_more = len(rows) > query.limit
-    cursor = _cursor(bound, scanned[-1]) if has_more else None
-    return CandidatePage(jobs, scope, len(scanned), has_more, cursor)
-
-
-def _checked_query(query: CandidateQuery, scope: Scope | None, ctx: ExecutionContext) -> list[Any]:
-    """What a cursor is bound to."""
-    _text("kind", query.kind, KEY_LENGTH, "Name one kind.")
-    if scope is None or ctx.scope != scope:
-        raise ScopeMismatch("scope", ctx.scope)
-    if not isinstance(query.actor, str) or not query.actor.strip() or ctx.actor != query.actor:
-        raise ScopeMismatch("actor", ctx.actor)
-    if ctx.kind != query.kind:
-        raise ScopeMismatch("kind", ctx.kind)
-    if query.status is not None and query.status not in Status.values:
-        raise InvalidInput("status", query.status, "is unknown", f"Use one of {', '.join(Status.values)}.")
-    for name, value, most in (
-        ("limit", query.limit, LARGEST_PAGE),
-        ("max_payload_bytes", query.max_payload_bytes, LARGEST_PAYLOAD),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise InvalidInput(name, value, "is out of range", f"Use a whole number from 1 to {most:,}.")
-    return [
-        CURSOR_VERSION, scope.tenant, scope.organization, query.actor, query.kind, query.status, query.limit,
-        query.max_payload_bytes,
-    ]  # fmt: skip
-
-
-def _cursor(bound: list[Any], last: store.Sized) -> str:
-    position = [last.created_at.astimezone(UTC).isoformat(), str(last.id)]
-    return signing.dumps([*bound, *position], salt=CURSOR_SALT)
-
-
-def _position(cursor: object, bound: list[Any]) -> tuple[datetime, UUID] | None:
-    if cursor is None:
-        return None
-    try:
-        *given, created_at, last_id = signing.loads(str(cursor), salt=CURSOR_SALT)
-        if given != bound:
-            raise ValueError("of another query")
-        return datetime.fromisoformat(created_at), UUID(last_id)
-    except (signing.BadSignature, ValueError, TypeError) as error:
-        raise ScopeMismatch("cursor", cursor) from error
 
 
 # --- starting -------------------------------------------------------------------------------------------
@@ -724,6 +618,12 @@ def _key(field: str, value: object) -> str | None:
     if value is None:
         return None
     return _text(field, value, KEY_LENGTH, f"Pass a text of 1 to {KEY_LENGTH} characters, or None.")
+
+
+def _operation(value: object) -> str | None:
+    if value is None:
+        return None
+    return _text("operation", value, OPERATION_LENGTH, f"Use 1 to {OPERATION_LENGTH} characters, or None.")
 
 
 def _scope(scope: object) -> Scope | None:

@@ -25,7 +25,14 @@ job_mirror_stuck = Signal()
 
 
 def send(signal: Signal, job: Job) -> None:
-    """Tell the receivers; never raises."""
-    for receiver, answer in signal.send_robust(sender=job.kind, job=job):
+    """Tell the receivers; what one of them raises keeps nothing from the caller."""
+    try:
+        answers = signal.send_robust(sender=job.kind, job=job)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        log("signal_receiver_failed", job, level=logging.ERROR, error=error)
+        return
+    for receiver, answer in answers:
         if isinstance(answer, Exception):
             log("signal_receiver_failed", job, level=logging.ERROR, receiver=receiver, error=answer)

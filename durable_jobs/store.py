@@ -33,7 +33,7 @@ from durable_jobs.conf import config
 from durable_jobs.database import OwnAtomic, Statement
 from durable_jobs.exceptions import ErrorFacts
 from durable_jobs.kinds import KEEP, Sentinel
-from durable_jobs.models import MANUAL_QUEUE, Job, Scope
+from durable_jobs.models import MANUAL_QUEUE, Job, JobEvent, Scope
 
 
 class Answer(enum.Enum):
@@ -183,6 +183,8 @@ _TYPES: dict[str, str] = {
     "host": "text", "pid": "int", "concurrency": "int", "queue_job_id": "text", "any": "boolean",
     "percent": "float8", "late": "boolean", "stopped": "boolean", "names": "text[]", "full": "text[]",
     "except_id": "uuid", "lock_name": "text", "cap": "bigint", "created": "timestamptz",
+    "failed_before": "timestamptz", "ended_before": "timestamptz", "after_time": "timestamptz",
+    "statuses": "text[]", "budget": "bigint",
 }  # fmt: skip
 
 
@@ -202,6 +204,7 @@ _MAILBOX = "EXISTS (SELECT 1 FROM durable_jobs_cancelrequest m WHERE m.job_id = 
 def _snippets(vendor: str) -> Mapping[str, str]:
     return {
         "columns": ", ".join(f'"{field.column}"' for field in Job._meta.concrete_fields),
+        "event_columns": ", ".join(f'"{field.column}"' for field in JobEvent._meta.concrete_fields),
         "owned": _OWNED,
         "mailbox": _MAILBOX,
         # Read as a value: in SQLite's RETURNING (3.40) `x IS NOT NULL` over a partial index's column is true.
@@ -624,7 +627,8 @@ _REDRIVE = _statement("""
             AND coalesce(c.organization_id, '') = coalesce(:organization, '')))
         AND (c.status = 'failed' OR (c.status = 'running' AND (c.lease_owner IS NULL
             OR c.lease_expires_at < {before :grace})))
-        AND (:forced OR c.verdict IS NULL OR c.verdict <> 'unrecoverable') {skip_locked})
+        AND (:forced OR c.verdict IS NULL OR c.verdict <> 'unrecoverable')
+        AND (:failed_before IS NULL OR (c.status = 'failed' AND c.finished_at < :failed_before)) {skip_locked})
     RETURNING {columns}""")
 
 _SETTLE = _statement("""
@@ -806,6 +810,53 @@ _ADD_EVENT = _statement("""
         owner, actor, actor_id, reason, operation_id, code, error_type, message, traceback, data, release)
     VALUES (:id, {now}, :event, :kind, :tenant, :organization, :epoch, :seq, :owner, :actor, :actor_id,
         :reason, :operation_id, :code, :error_type, :message, :traceback, :data, :release)""")
+
+# By key, so that no batch walks over the index entries of the rows that earlier ones have deleted. Rows are
+# large or small: the sizes decide how many of a batch go, the first in any case.
+_PRUNE_BATCH = _statement(
+    """
+    WITH page AS MATERIALIZED (
+        SELECT c.id AS page_id, c.finished_at AS page_time, coalesce(octet_length(c.input), 0)
+            + coalesce(octet_length(c.checkpoint), 0) + coalesce(octet_length(c.result), 0)
+            + coalesce(octet_length(c.error_message), 0) + 1000 AS size
+        FROM {job} c WHERE c.finished_at IS NOT NULL AND c.finished_at < :ended_before
+            AND c.status IN ('completed', 'cancelled', 'failed') AND c.status = ANY(:statuses)
+            AND (c.finished_at, c.id) > (:after_time, :after_id)
+        ORDER BY c.finished_at, c.id LIMIT :batch FOR UPDATE OF c SKIP LOCKED),
+    chosen AS MATERIALIZED (
+        SELECT page_id FROM (
+            SELECT page_id, sum(size) OVER (ORDER BY page_time, page_id) - size AS before FROM page) p
+        WHERE before < :budget)
+    DELETE FROM {job} USING chosen WHERE {job}.id = chosen.page_id
+        AND {job}.finished_at < :ended_before AND {job}.status = ANY(:statuses)
+    RETURNING {columns}""",
+    """
+    DELETE FROM {job} WHERE id IN (
+        SELECT id FROM (
+            SELECT id, sum(size) OVER (ORDER BY finished_at, id) - size AS before FROM (
+                SELECT c.id, c.finished_at, coalesce(length(c.input), 0) + coalesce(length(c.checkpoint), 0)
+                    + coalesce(length(c.result), 0) + coalesce(length(c.error_message), 0) + 1000 AS size
+                FROM {job} c WHERE c.finished_at IS NOT NULL AND c.finished_at < :ended_before
+                    AND c.status IN ('completed', 'cancelled', 'failed')
+                    AND c.status IN (SELECT value FROM json_each(:statuses))
+                    AND (c.finished_at > :after_time OR (c.finished_at = :after_time AND c.id > :after_id))
+                    AND c.finished_at >= :after_time
+                ORDER BY c.finished_at, c.id LIMIT :batch)) WHERE before < :budget)
+    RETURNING {columns}""",
+)
+_PRUNE_EVENTS = _statement(
+    """DELETE FROM durable_jobs_event WHERE id IN (
+        SELECT e.id FROM durable_jobs_event e WHERE e.job_id = ANY(:ids) ORDER BY e.id LIMIT :batch)
+    RETURNING {event_columns}""",
+    """DELETE FROM durable_jobs_event WHERE id IN (
+        SELECT e.id FROM durable_jobs_event e WHERE e.job_id IN (SELECT value FROM json_each(:ids))
+        ORDER BY e.id LIMIT :batch)
+    RETURNING {event_columns}""",
+)
+_PRUNE_MAIL = _statement(
+    "DELETE FROM durable_jobs_cancelrequest WHERE job_id = ANY(:ids)",
+    "DELETE FROM durable_jobs_cancelrequest WHERE job_id IN (SELECT value FROM json_each(:ids))",
+)
 
 _WORKER_STARTED = _statement("""
     INSERT INTO durable_jobs_worker (owner, host, pid, queues, kinds, concurrency, release, started_at,
@@ -1307,9 +1358,11 @@ def redrive(
     delay: float = 0.0,
     forced: bool = False,
     restart: bool = False,
+    failed_before: datetime | None = None,
 ) -> Job | Answer | None:
     """failed, orphaned, or waiting for its retry → pending, redrives + 1, epoch + 1, limits reset.
 
+    With `failed_before` only what failed before that moment.
     BUSY when another live job holds the lock key: the index has the last word. None: not redrivable
     (or locked, or unrecoverable and not forced).
     """
@@ -1317,8 +1370,9 @@ def redrive(
     try:
         with Atomic(connection.alias, savepoint=True, durable=False):
             rows = _REDRIVE.run(
-                connection, id=job_id, **_in(scope), grace=grace, delay=delay, forced=forced, restart=restart
-            )
+                connection, id=job_id, **_in(scope), grace=grace, delay=delay, forced=forced, restart=restart,
+                failed_before=failed_before,
+            )  # fmt: skip
             return _emptied(connection, _one(connection, rows))
     except IntegrityError as error:
         if "durable_jobs_one_live" not in str(error):
@@ -1638,6 +1692,39 @@ def add_event(
         data=None if data is None else json.dumps(data),
         release=config.RELEASE,
     )
+
+
+def prune_batch(
+    *,
+    ended_before: datetime,
+    statuses: Collection[str],
+    after: tuple[datetime, UUID],
+    batch: int,
+    budget: int,
+) -> list[Job]:
+    """completed, cancelled or failed → gone: up to `batch` jobs that ended before a moment, by (finished_at, id).
+
+    Inside the caller's transaction, and never a job that has not ended. Together they hold little more than
+    `budget` characters of text. Rows that somebody holds are passed over. Go on `after` the last (finished_at, id); the answer
+    is empty when nothing is left. Delete their events with `prune_events` until none is left.
+    """
+    connection = database.connection()
+    rows = _PRUNE_BATCH.run(
+        connection, ended_before=ended_before, statuses=list(statuses), after_time=after[0], after_id=after[1],
+        batch=batch, budget=budget,
+    )  # fmt: skip
+    jobs = sorted(_jobs(connection, rows), key=lambda job: (job.finished_at, job.id))
+    if jobs:
+        _PRUNE_MAIL.run(connection, ids=[job.id for job in jobs])
+    return jobs
+
+
+def prune_events(job_ids: Collection[UUID], batch: int) -> list[JobEvent]:
+    """Delete up to `batch` events of these jobs, in the transaction that has deleted the jobs."""
+    connection = database.connection()
+    rows = _PRUNE_EVENTS.run(connection, ids=list(job_ids), batch=batch)
+    events = database.loader(JobEvent, connection).load(connection, rows)
+    return sorted(events, key=lambda event: event.id)
 
 
 def worker_started(

@@ -120,16 +120,19 @@ class Worker:
         two, and when it is 1, threads may be left running: end the process with `leave`.
         """
         own_connection.own("claims")
-        refused = self._examine_database()
-        if refused is not None:
-            return refused
-        with self._signals():
-            try:
-                self._begin()
-                code = self._work()
-                return self._drain(code)
-            finally:
-                self._end()
+        try:
+            refused = self._examine_database()
+            if refused is not None:
+                return refused
+            with self._signals():
+                try:
+                    self._begin()
+                    code = self._work()
+                    return self._drain(code)
+                finally:
+                    self._end()
+        finally:
+            own_connection.disown()
 
     def stop(self) -> None:
         """Ask for a drain, from any thread; the first signal does the same."""
@@ -203,7 +206,6 @@ class Worker:
             store.worker_stopped(self.owner)
         except Exception as error:
             tell(logger, logging.WARNING, "worker_row_left", str(error), owner=self.owner)
-        own_connection.close()
         tell(logger, logging.INFO, "worker_stopped", owner=self.owner)
 
     # --- the claiming thread
@@ -211,9 +213,11 @@ class Worker:
     def _work(self) -> int:
         while not self._stopping.is_set():
             try:
+                answers = self.claimer.answers
                 claimed = self._round()
-                self._last_round = time.monotonic()
-                self._outage.over()
+                if self.claimer.answers > answers:
+                    self._outage.over()
+                    self._last_round = time.monotonic()
                 if not claimed and self.until_idle and self._is_idle():
                     tell(logger, logging.INFO, "worker_idle", owner=self.owner)
                     return EXIT_DONE
@@ -360,7 +364,8 @@ class Worker:
 
     def _show_presence(self) -> None:
         """Beat for the screens, unless the claiming thread has got nowhere for long."""
-        if time.monotonic() - self._last_round > 3 * PRESENCE_SECONDS:
+        full = len(self._running()) >= self.concurrency
+        if not full and time.monotonic() - self._last_round > 3 * PRESENCE_SECONDS + config.POLL:
             return
         if not store.worker_beat(self.owner):
             self._register()
@@ -390,7 +395,11 @@ class Worker:
             return code
         self._say(f"Not waiting any longer for {_listed(left)}; their leases run out by themselves.")
         for task in left:
-            facts = {"job_id": task.job.id, "epoch": task.lease.epoch, "thread": task.thread}
+            facts: dict[str, Any] = {
+                "job_id": task.job.id,
+                "epoch": task.lease.epoch,
+                "thread": task.thread,
+            }
             tell(logger, logging.ERROR, "slice_left_running", **facts)
         return EXIT_STILL_RUNNING
 

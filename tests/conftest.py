@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from django.conf import settings
-from django.db import connection, connections
+from django.db import connection, connections, transaction
+from django.test import TransactionTestCase
 
 from tests.connections import OtherConnection
 from tests.postgres import FOLDER_VARIABLE, Server, alive
@@ -28,6 +29,22 @@ def pytest_report_header() -> str:
         return f"database: SQLite {'.'.join(map(str, connection.Database.sqlite_version_info))}"
     whose = "started for this run" if FOLDER_VARIABLE in os.environ else "named by DATABASE_URL"
     return f"database: PostgreSQL at {database['HOST']}:{database['PORT']}, {whose}"
+
+
+KEPT_TABLES = {"django_migrations", "django_content_type", "auth_permission"}
+
+
+def empty_tables(self: TransactionTestCase) -> None:
+    """Delete what a test has committed. TRUNCATE and making all permissions anew take longer than a test."""
+    for alias in self._databases_names(include_mirrors=False):
+        tables = connections[alias].introspection.django_table_names(only_existing=True)
+        deletions = [f'DELETE FROM "{table}"' for table in tables if table not in KEPT_TABLES]
+        with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
+            for deletion in deletions if connection.vendor == "sqlite" else [";".join(deletions)]:
+                cursor.execute(deletion)
+
+
+TransactionTestCase._fixture_teardown = empty_tables
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,6 +65,15 @@ def no_thread_left() -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"threads left running: {', '.join(thread.name for thread in left)}")
         left[0].join(0.1)
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """A registry of kinds of the test's own."""
+    from tests.slices import own_registry
+
+    with own_registry():
+        yield
 
 
 @pytest.fixture

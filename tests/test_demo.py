@@ -131,6 +131,20 @@ def test_a_cancelled_import_ends_its_run() -> None:
     assert imported.status == Status.CANCELLED
 
 
+@pytest.mark.parametrize("source", Source.values)
+def test_an_import_whose_run_was_deleted_ends_at_once(small_batches: None, source: str) -> None:
+    imported = upload(HEADER, *LINES)
+    ImportRun.objects.update(source=source)
+    imported.refresh_from_db()
+    job = start_import(imported)
+    with interrupt_after(1):
+        run_slice(job)
+    imported.delete()
+    job = finish(job)
+    assert (job.status, job.error_code) == ("failed", "run_gone")
+    assert Airport.objects.filter(last_run=None).count() == job.processed_count > 0
+
+
 # --- CSV files ---
 
 
@@ -372,7 +386,7 @@ def test_a_wrong_upload_is_refused_in_the_form(
 
 
 def test_the_admin_shows_imports_and_airports_and_changes_no_import(site: Client) -> None:
-    job, imported = run_upload(HEADER, *LINES)
+    _, imported = run_upload(HEADER, *LINES)
     for name in ("importrun_changelist", "airport_changelist"):
         assert site.get(reverse(f"admin:demo_{name}")).status_code == 200
     page = site.get(reverse("admin:demo_importrun_change", args=[imported.pk])).content.decode()

@@ -197,14 +197,14 @@ def test_a_cancel_is_carried_back(keeper: Keeper) -> None:
     assert not hold.lost
 
 
-def test_a_pause_is_carried_back_and_stops_nothing(keeper: Keeper) -> None:
+def test_a_pause_asks_the_slice_to_yield(keeper: Keeper) -> None:
+    """F10: and it stays asked: a slice that begins to yield does not change its mind."""
     hold = claimed(ttl=0.6)
     keeper.hold(hold)
     service.pause(queue="worker", reason="maintenance", actor="test")
-    wait_until(lambda: hold.paused, 2, "the pause was not seen")
-    assert not hold.stop.is_set()
+    assert hold.stop.wait(2), "the pause was not seen"
+    assert hold.paused and not hold.cancelled and not hold.lost
     service.unpause(queue="worker")
-    wait_until(lambda: not hold.paused, 2, "the end of the pause was not seen")
 
 
 def test_a_row_of_this_owner_that_nobody_holds_is_given_back(

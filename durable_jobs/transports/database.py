@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 import threading
@@ -38,6 +39,7 @@ SWEEP_SHARE = 20
 """A sweep waits for this many times its own last duration."""
 LONG_WALK_SECONDS = 0.02
 LISTEN_SECONDS = 0.5
+DUE_MARGIN = 0.002
 
 
 class Pair(NamedTuple):
@@ -252,7 +254,10 @@ class Listener:
         import psycopg
 
         if config.LISTEN_DSN is not None:
-            given = {**connection_module.KEEPALIVES, "connect_timeout": connection_module.CONNECT_TIMEOUT}
+            given: dict[str, Any] = {
+                **connection_module.KEEPALIVES,
+                "connect_timeout": connection_module.CONNECT_TIMEOUT,
+            }
             return psycopg.connect(config.LISTEN_DSN, autocommit=True, **given)
         parameters = connection_module.own("listener").get_connection_params()
         return psycopg.connect(**{**parameters, "autocommit": True})
@@ -285,6 +290,8 @@ class Claimer:
         self._full: dict[tuple[str, Scope], float] = {}
         """Kinds and scopes at their limit, until a monotonic time; an end seen here is sooner."""
         self._walk_at: dict[Pair, float] = {}
+        self.answers = 0
+        """How often the database has answered; a look that needs no question says nothing about it."""
 
     # --- from any thread
 
@@ -332,7 +339,10 @@ class Claimer:
             return self._claim_on_sqlite(limit, suspects)
         self._sweep_if_due()
         probes = self._probes()
+        if not probes:
+            return []
         claimed = self._claim_at(probes, limit, suspects)
+        self.answers += 1
         self._note(probes, claimed)
         return [one.job for one in claimed]
 
@@ -341,7 +351,7 @@ class Claimer:
         now = time.monotonic()
         with self._guard:
             later = [moment - now for moment in self._due_at.values() if moment is not None and moment > now]
-        return min(later, default=float("inf"))
+        return min(later, default=math.inf)
 
     def wait(self, timeout: float) -> None:
         """Return when a job may be due, when woken, or after `timeout` seconds."""
@@ -375,22 +385,27 @@ class Claimer:
         with self._guard:
             if now < self._sweep_at:
                 return
+            # Still infinite afterwards, unless somebody has asked for another one meanwhile.
+            self._sweep_at = math.inf
+        next_at = 0.0
+        try:
+            self._sweep()
             pause = min(SWEEP_SECONDS, config.POLL)
-            self._sweep_at = now + pause
-        self._sweep()
-        took = time.monotonic() - now
-        with self._guard:
-            # Zero means that somebody has asked for another one meanwhile.
-            if self._sweep_at > 0:
-                self._sweep_at = now + max(pause, SWEEP_SHARE * took)
+            next_at = now + max(pause, SWEEP_SHARE * (time.monotonic() - now))
+        finally:
+            with self._guard:
+                self._sweep_at = min(self._sweep_at, next_at)
 
     def _sweep(self) -> None:
-        known, now = self.known(), time.monotonic()
+        known, routes = self.known(), store.routes()
+        # From here, so that a row is not asked for a moment before it is due.
+        now = time.monotonic() + DUE_MARGIN
         found: dict[Pair, float | None] = {}
-        for route in store.routes():
+        for route in routes:
             pair = Pair(route.queue, route.kind, route.priority)
             if pair.kind in known and self._is_chosen(pair.queue):
-                found[pair] = now + route.due_in
+                found[pair] = now + route.due_in if route.due_in > 0 else None
+        self.answers += 1
         with self._guard:
             # Without floors until the next claim: a row that committed late may lie below its pair's.
             self._due_at, self._floors = found, {}
@@ -494,7 +509,7 @@ class Claimer:
         version = self._read_version()
         with self._guard:
             changed = self._changed or version != self._version or (suspects and not self._suspects)
-            if not changed and not self._probes_due():
+            if not changed and not self._has_come_due():
                 return []
             self._changed, self._suspects = False, suspects
         self._sweep()
@@ -514,7 +529,7 @@ class Claimer:
         self._version, self._changed = None, True
         return [one.job for one in claimed]
 
-    def _probes_due(self) -> bool:
+    def _has_come_due(self) -> bool:
         now = time.monotonic()
         return any(moment is not None and moment <= now for moment in self._due_at.values())
 
@@ -531,5 +546,6 @@ class Claimer:
         with connection.cursor() as cursor:
             cursor.execute("PRAGMA data_version")
             (version,) = cursor.fetchone()
+        self.answers += 1
         # Counted anew by every connection, so that it says something only together with it.
         return (connection.connection, version)

@@ -47,6 +47,9 @@ class Import(BatchKind):
 
     def process(self, ctx: SliceContext, batch: list[Row]) -> None:
         run = ctx.input["run"]
+        counted = {"status": Status.RUNNING, "rows_done": F("rows_done") + len(batch)}
+        if not ImportRun.objects.filter(pk=run).update(**counted):
+            raise TerminalError(f"Import {run} was deleted.", code="run_gone")
         # PostgreSQL refuses to update a row twice in one statement: as row by row, the last one wins.
         made = {made.icao: made for made in (airports.airport(row, last_run_id=run) for row in batch)}
         given = [FIELDS[name] for name in batch[0] if name != "icao"]
@@ -57,7 +60,6 @@ class Import(BatchKind):
             run_id=run, first=batch[0]["icao"], rows=len(batch), lease_epoch=ctx.lease.epoch
         )
         ImportedRow.objects.bulk_create(ImportedRow(batch=line, icao=row["icao"]) for row in batch)
-        ImportRun.objects.filter(pk=run).update(status=Status.RUNNING, rows_done=F("rows_done") + len(batch))
 
 
 @register
@@ -80,7 +82,9 @@ class CsvImport(Import):
     max_skipped = 100
 
     def collection(self, ctx: SliceContext) -> Iterator[Row]:
-        run = ImportRun.objects.get(pk=ctx.input["run"])
+        run = ImportRun.objects.filter(pk=ctx.input["run"]).first()
+        if run is None:
+            raise TerminalError(f"Import {ctx.input['run']} was deleted.", code="run_gone")
         with run.opened() as file:
             if airports.sha256(file) != ctx.input["sha256"]:
                 raise TerminalError(

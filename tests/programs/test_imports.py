@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from decimal import Decimal
 from io import StringIO
 from pathlib import Path
@@ -12,7 +13,7 @@ from django.contrib.messages import get_messages
 from django.core.files.base import ContentFile
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.core.management import CommandError, call_command
-from django.db import connections
+from django.db import connections, transaction
 from django.test import Client
 from django.urls import reverse
 
@@ -20,6 +21,7 @@ from durable_jobs import service
 from durable_jobs.models import Job
 from durable_jobs.reconciler import Reconciler
 from durable_jobs.testing import finish, interrupt_after, kill_after, run_slice, started
+from tests.connections import OtherConnection
 from tests.processes import Processes
 from tests.programs.imports.jobs import ImportCsv, start_import
 from tests.programs.imports.models import ImportRun, Product, Supplier
@@ -213,6 +215,22 @@ class TestCron:
         assert len(started(ImportCsv)) == 1
         assert_imported(ImportRun.objects.get())
 
+    def test_two_calls_at_once_start_one(
+        self, transactional_db: None, supplier: Supplier, other_connections: Callable[[], OtherConnection]
+    ) -> None:
+        """The second waits for the first, whose run and job it then finds."""
+        first, second = other_connections(), other_connections()
+        out = StringIO()
+        first.enter(transaction.atomic())
+        first.run(call_command, "nightly_import", stdout=StringIO())
+        second.begin(call_command, "nightly_import", stdout=out)
+        with pytest.raises(TimeoutError):
+            second.join(0.3)
+        first.leave()
+        second.join()
+        assert out.getvalue().strip() == "Acme: there already"
+        assert (ImportRun.objects.count(), len(started(ImportCsv))) == (1, 1)
+
     def test_the_file_is_fetched_once_a_night(self, supplier: Supplier) -> None:
         self.cron()
         Path(supplier.nightly_file).unlink()
@@ -228,7 +246,7 @@ class TestCron:
 
     def test_one_suppliers_trouble_is_not_anothers(self, supplier: Supplier) -> None:
         Supplier.objects.create(name="Late", nightly_file="/nowhere/late.csv")
-        with pytest.raises(CommandError, match="Late: .*No such file"):
+        with pytest.raises(CommandError, match=r"Late: .*No such file"):
             self.cron()
         assert [run.supplier for run in ImportRun.objects.all()] == [supplier]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from django.contrib.auth.models import User
-from django.core.files.base import ContentFile
 from django.core.files.storage import default_storage
 from django.db import connections
 from django.test import Client

@@ -14,7 +14,7 @@ from durable_jobs.exceptions import ErrorClass, ErrorFacts
 from durable_jobs.jsontext import sha256
 from durable_jobs.models import Job, Scope, uuid7
 from durable_jobs.store import BUSY, Beat, Counts, Lease, NewJob
-from tests.store.rows import GRACE, INPUT, ago, execute, image, mail, orphan_on, post_letter, user
+from tests.store.rows import GRACE, INPUT, ago, execute, image, letters, orphan_on, post_letter, user
 
 pytestmark = pytest.mark.django_db
 
@@ -178,7 +178,7 @@ class Life:
         if row["status"] in ("completed", "failed", "cancelled"):
             assert row["finished_at"] and row["domain_mirrored_at"] and not row["lease_owner"]
         if row["status"] == "cancelled":
-            assert not mail(self.id)
+            assert not letters().get(self.id)
         if before is None:
             return
         for column in ("created_at", "kind", "tenant_id", "organization_id", "idempotency_key", "lock_key"):
@@ -303,4 +303,4 @@ def test_ended_jobs_take_no_request() -> None:
     assert store.request_cancel(life.id, scope=SCOPE) is None
     assert store.request_cancel(life.id, scope=None) is None
     assert store.request_cancel(UUID(int=7), scope=None) is None
-    assert image(life.id) == before and not mail(life.id)
+    assert image(life.id) == before and not letters()

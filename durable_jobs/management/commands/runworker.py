@@ -10,7 +10,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from durable_jobs import database, kinds, store
-from durable_jobs.conf import config
+from durable_jobs.management.arguments import here
 from durable_jobs.models import MANUAL_QUEUE
 from durable_jobs.worker import DEFAULT_CONCURRENCY, Worker, leave
 
@@ -52,7 +52,7 @@ class Command(BaseCommand):
             type=_seconds,
             help=(
                 f"seconds that a drain waits for running slices, 0 to {LONGEST_DRAIN} (default:"
-                f" DURABLE_JOBS['DRAIN_TIMEOUT'], here {config.DRAIN_TIMEOUT:g})"
+                f" DURABLE_JOBS['DRAIN_TIMEOUT'], here {here('DRAIN_TIMEOUT')})"
             ),
         )
         parser.add_argument(

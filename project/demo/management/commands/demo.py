@@ -19,7 +19,7 @@ from typing import Any, Final
 from django.conf import settings
 from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import connection
+from django.db import connection, transaction
 from django.db.models.functions import Now
 from rich.console import Console
 from rich.markup import escape
@@ -130,6 +130,8 @@ class Demo:
         )
         self.task = self.bar.add_task("starting", total=self.total)
         self.told = 0
+        grace, tick = settings.DURABLE_JOBS["GRACE"], settings.DURABLE_JOBS["TICK"]
+        self.patience = PATIENCE + AirportsImport.lease_seconds + 2 * (grace + tick)
 
     def run(self) -> bool:
         begun = time.monotonic()
@@ -157,7 +159,7 @@ class Demo:
     def _prepare(self) -> None:
         name = connection.settings_dict["NAME"]
         if connection.vendor == "sqlite":
-            where = f"SQLite, {name}"
+            where = f"SQLite, {os.path.relpath(name)}"
             if Path(name) == FOLDER / "demo.sqlite3":
                 for path in FOLDER.glob("demo.sqlite3*"):
                     path.unlink()
@@ -167,12 +169,12 @@ class Demo:
         self._heading("An import that survives kill -9")
         self._say(f"Database: {where}")
         self._say(
-            f"Data: {self.total:,} airports, in batches of {AirportsImport.batch_size}; each batch waits "
-            f"{settings.DEMO_PAUSE:g} s, as for a slow source"
+            f"Data: {self.total:,} airports in batches of {AirportsImport.batch_size}, "
+            f"{settings.DEMO_PAUSE:g} s apart as from a slow source"
         )
         self._say(
-            f"Short times for the show: lease {AirportsImport.lease_seconds:g} s, grace {grace:g} s, a look at "
-            f"expired leases every {tick:g} s"
+            f"Short times for the show: lease {AirportsImport.lease_seconds:g} s, grace {grace:g} s, "
+            f"repair looks every {tick:g} s"
         )
         call_command("migrate", verbosity=0, interactive=False)
         refuse_other_workers()
@@ -180,15 +182,15 @@ class Demo:
         self._heading("What happens")
 
     def _start(self) -> tuple[ImportRun, Job]:
-        run = ImportRun.objects.create(source=ImportRun.Source.AIRPORTS, by_demo=True)
         try:
-            job = start_import(run, limit=self.limit)
+            with transaction.atomic():
+                run = ImportRun.objects.create(source=ImportRun.Source.AIRPORTS, by_demo=True)
+                job = start_import(run, limit=self.limit)
         except LockKeyHeld as refusal:
-            run.delete()
             raise CommandError(
                 f"Another import is not finished in this database (job {refusal.held_by}). Let it end, or cancel it."
             ) from refusal
-        self._say(f"Import {run.pk} is started: a row for people, and job {job.pk} in the same transaction.")
+        self._say(f"Started together: import {run.pk} and job {job.pk}.")
         return run, job
 
     def _worker(self, number: int) -> subprocess.Popen[bytes]:
@@ -237,9 +239,9 @@ class Demo:
             else "[bold red]This is not right[/]"
         )
         self.console.print(f"\n{verdict} ({took:.0f} s in all).")
-        url = os.environ["DATABASE_URL"]
-        if connection.vendor == "sqlite":
-            self.console.print(f"Look at it in a browser: make serve DATABASE_URL={escape(url)}")
+        if os.environ["DATABASE_URL"] == ENVIRONMENT["DATABASE_URL"]:
+            file = os.path.relpath(FOLDER / "demo.sqlite3", settings.BASE_DIR)
+            self.console.print(f"Look at it in a browser: make serve DATABASE_URL=sqlite:///{escape(file)}")
         return holds
 
     # --- looking
@@ -254,10 +256,10 @@ class Demo:
                 self._progress(rows)
             if worker.poll() is not None:
                 raise CommandError(f"The worker ended by itself, with {worker.returncode}.{self._logs()}")
-            if time.monotonic() - changed_at > PATIENCE:
+            if time.monotonic() - changed_at > self.patience:
                 state = self._job(job)
                 raise CommandError(
-                    f"Nothing has gone on for {PATIENCE:g} s; the job is {state.status}, "
+                    f"Nothing has gone on for {self.patience:g} s; the job is {state.status}, "
                     f"{state.error_message or 'without an error'}.{self._logs()}"
                 )
             time.sleep(LOOK)

@@ -1,0 +1,161 @@
+"""What `manage.py durable_jobs …` can do, one class for each subcommand.
+
+An act parses its arguments, calls the service and prints the answer. Its exit code: 0 done; 1 refused, unhealthy
+or out of time; 2 wrong usage. A refusal is one line on standard error, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DatabaseError, InterfaceError
+
+from durable_jobs import database
+from durable_jobs.exceptions import DurableJobsError
+from durable_jobs.management.output import Output
+
+OK: Final = 0
+REFUSED: Final = 1
+USAGE: Final = 2
+INTERRUPTED: Final = 130
+
+EXIT_CODES: Final = "exit codes: 0 done; 1 refused; 2 wrong usage; 130 interrupted."
+
+
+class UsageError(CommandError):
+    """The arguments make no sense together."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence, returncode=USAGE)
+
+
+class Act:
+    """One subcommand."""
+
+    name: ClassVar[str]
+    help: ClassVar[str]
+    """One sentence for the list of subcommands; `details` follow in the subcommand's own help."""
+    details: ClassVar[str] = ""
+    epilog: ClassVar[str] = EXIT_CODES
+    has_json: ClassVar[bool] = True
+    has_checks: ClassVar[bool] = False
+    """Whether system checks run first: not where an operator looks for one thing, or a probe wants to be quick."""
+    shows_log: ClassVar[bool] = False
+    """Whether the log's warnings go to standard error where the project has configured nothing; others say it all."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare what the act takes."""
+
+    def run(self, options: dict[str, Any], out: Output) -> int:
+        """Do it; answers the exit code."""
+        raise NotImplementedError
+
+    def prepare(self, parser: CommandParser) -> None:
+        """Give a parser the act's arguments, its help and its exit codes."""
+        self.add_arguments(parser)
+        if self.has_json:
+            parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+        parser.description = f"{self.help} {self.details}".strip()
+        parser.epilog = self.epilog
+        parser.formatter_class = _Formatter
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """The epilog as it is written, the description filled."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return super()._fill_text(text, width, indent)
+        return argparse.HelpFormatter._fill_text(self, text, width, indent)
+
+
+class ActCommand(BaseCommand):
+    """A management command that is one act."""
+
+    act: Act
+    requires_migrations_checks = False
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        parser = super().create_parser(prog_name, subcommand, **kwargs)
+        parser.description, parser.epilog = f"{self.act.help} {self.act.details}".strip(), self.act.epilog
+        parser.formatter_class = _Formatter
+        return parser
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        self.act.prepare(parser)
+
+    def execute(self, *args: Any, **options: Any) -> Any:
+        if not self.act.has_checks:
+            self.requires_system_checks = []
+        return super().execute(*args, **options)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        perform(self.act, options, self)
+
+
+def perform(act: Act, options: dict[str, Any], command: BaseCommand) -> None:
+    """Run an act and end as it says: quietly with 0, by SystemExit or CommandError otherwise."""
+    colour = False if options.get("no_color") else (True if options.get("force_color") else None)
+    out = Output(command.stdout, command.stderr, json=bool(options.get("json")), colour=colour)
+    try:
+        with _log(act.shows_log or options.get("verbosity", 1) > 1):
+            code = act.run(options, out)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough (`| head`); flushing at exit must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(OK)
+    except KeyboardInterrupt:
+        raise CommandError("Interrupted.", returncode=INTERRUPTED) from None
+    except (DurableJobsError, ImproperlyConfigured, DatabaseError, InterfaceError) as error:
+        if options.get("traceback"):
+            raise
+        sentence = sentence_of(error)
+        if out.json:
+            out.record({"error": {"code": getattr(error, "code", "database"), "message": sentence}})
+        raise CommandError(sentence, returncode=REFUSED) from None
+    if code:
+        sys.exit(code)
+
+
+@contextmanager
+def _log(shown: bool) -> Iterator[None]:
+    handler = logging.NullHandler()
+    package = logging.getLogger("durable_jobs")
+    if not shown:
+        package.addHandler(handler)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+
+
+def sentence_of(error: Exception) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, DatabaseError | InterfaceError):
+        return text
+    if "no such table" in text or 'relation "durable_jobs' in text:
+        return (
+            f"The database {database.alias()!r} has no tables for jobs: run manage.py migrate first. ({text})"
+        )
+    return f"The database {database.alias()!r} fails: {text}"
+
+
+def actor() -> str:
+    """Who acts here, for the history: `cli:user@host`."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # A container's user need not have a name.
+        user = str(os.getuid())
+    return f"cli:{user}@{socket.gethostname()}"

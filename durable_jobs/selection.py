@@ -1,0 +1,245 @@
+"""Many jobs by what they have in common: found by filters, acted on one by one.
+
+A selection is read in pages by key, without a cursor that would outlive a commit, in bounded memory. Each job is
+acted on in a transaction of its own, with its hooks: what is refused stays as it was and is counted by its code.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice
+from typing import Any, Final
+from uuid import UUID
+
+from django.db.models import Count, Q
+
+from durable_jobs import database, explain, service, store
+from durable_jobs.exceptions import DurableJobsError
+from durable_jobs.explain import Phase
+from durable_jobs.models import Job, Pause, Status
+from durable_jobs.service import ALL_SCOPES
+
+PAGE: Final = 200
+MOST_COUNTED: Final = 100_000
+"""A selection is counted up to here; beyond, the answer is "more"."""
+SAMPLE: Final = 10
+
+LARGE_COLUMNS: Final = ("input_text", "checkpoint_text", "result_text", "error_message", "meta")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which jobs; None takes all of them. Times are aware; `since` is included, `before` is not.
+
+    `subject` is a model's label and a primary key, both as text.
+    """
+
+    kind: str | None = None
+    queue: str | None = None
+    tenant: str | None = None
+    organization: str | None = None
+    subject: tuple[str, str] | None = None
+    status: str | None = None
+    phase: Phase | None = None
+    error_type: str | None = None
+    error_code: str | None = None
+    failed_since: datetime | None = None
+    failed_before: datetime | None = None
+    created_since: datetime | None = None
+    created_before: datetime | None = None
+    unended: bool = False
+    """Only what has not ended and was not asked to end."""
+
+    def where(self, now: datetime, pauses: list[Pause]) -> Q:
+        """The condition; of a phase it holds for a few others as well, which `matches` tells apart."""
+        label, key = self.subject or (None, None)
+        columns = {
+            "kind": self.kind,
+            "queue_name": self.queue,
+            "tenant_id": self.tenant,
+            "organization_id": self.organization,
+            "subject_type": label,
+            "subject_id": key,
+            "status": self.status,
+            "error_type": self.error_type,
+            "error_code": self.error_code,
+            "finished_at__gte": self.failed_since,
+            "finished_at__lt": self.failed_before,
+            "created_at__gte": self.created_since,
+            "created_at__lt": self.created_before,
+        }
+        condition = Q(**{name: value for name, value in columns.items() if value is not None})
+        if self.failed_since is not None or self.failed_before is not None:
+            condition &= Q(status=Status.FAILED)
+        if self.unended:
+            live = [Status.HELD, Status.PENDING, Status.RUNNING]
+            condition &= Q(status__in=live, cancel_requested_at__isnull=True)
+        if self.phase is not None:
+            condition &= explain.among(self.phase, now, pauses)
+        return condition
+
+    def failed_by(self, moment: datetime) -> Selection:
+        """Of these the ones that had failed at that moment."""
+        before = moment if self.failed_before is None else min(moment, self.failed_before)
+        return replace(self, status=None if self.phase else Status.FAILED.value, failed_before=before)
+
+    def unended_by(self, moment: datetime) -> Selection:
+        """Of these the ones that were there at that moment, have not ended and were not asked to end."""
+        before = moment if self.created_before is None else min(moment, self.created_before)
+        return replace(self, created_before=before, unended=True)
+
+    def matches(self, job: Job, now: datetime, pauses: list[Pause]) -> bool:
+        """Whether a job that `where` has found is in the phase that was asked for."""
+        return self.phase is None or explain.phase(job, now, pauses) is self.phase
+
+
+@dataclass(frozen=True)
+class Look:
+    """Jobs as they were at a moment of the database's clock, with the pauses of then."""
+
+    now: datetime
+    pauses: list[Pause]
+
+    @classmethod
+    def take(cls) -> Look:
+        return cls(store.now(), list(Pause.objects.using(database.alias()).order_by("id")))
+
+    def phase(self, job: Job) -> Phase:
+        """The job's phase at that moment."""
+        return explain.phase(job, self.now, self.pauses)
+
+
+def newest(selection: Selection, look: Look, *, limit: int, after: UUID | None = None) -> list[Job]:
+    """Up to `limit` jobs, newest first, that come after the job `after` in this order; large columns are left out."""
+    return list(islice(_read(selection, look, descending=True, after=after), limit))
+
+
+def pages(selection: Selection, look: Look, *, limit: int | None = None) -> Iterator[list[UUID]]:
+    """The ids, oldest job first, a page at a time; what was acted on in one page is not met in the next."""
+    found = islice(_read(selection, look, descending=False), limit)
+    while page := [job.id for job in islice(found, PAGE)]:
+        yield page
+
+
+def _read(selection: Selection, look: Look, *, descending: bool, after: UUID | None = None) -> Iterator[Job]:
+    condition = selection.where(look.now, look.pauses)
+    jobs = Job.objects.using(database.alias()).filter(condition).defer(*LARGE_COLUMNS)
+    jobs = jobs.order_by("-id" if descending else "id")
+    while True:
+        beyond = {} if after is None else {"id__lt" if descending else "id__gt": after}
+        page = list(jobs.filter(**beyond)[:PAGE])
+        yield from (job for job in page if selection.matches(job, look.now, look.pauses))
+        if len(page) < PAGE:
+            return
+        after = page[-1].id
+
+
+@dataclass(frozen=True)
+class Group:
+    """So many jobs of one kind that ended with one type of error (blank: with none)."""
+
+    kind: str
+    error_type: str
+    jobs: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a selection holds: how many (`more`: at least), per kind and type of error, and some of them."""
+
+    jobs: int
+    more: bool
+    groups: list[Group]
+    sample: list[Job]
+
+
+def summarize(selection: Selection, look: Look, *, limit: int | None = None) -> Summary:
+    """Count a selection, up to `limit` and in any case up to `MOST_COUNTED`."""
+    most = limit if limit is not None and limit <= MOST_COUNTED else MOST_COUNTED + 1
+    sample = list(islice(_read(selection, look, descending=False), min(SAMPLE, most)))
+    grouped = _grouped if _is_exact(selection) else _grouped_one_by_one
+    groups = grouped(selection, look, most)
+    total = sum(group.jobs for group in groups)
+    return Summary(min(total, MOST_COUNTED), total > MOST_COUNTED, groups, sample)
+
+
+def count(selection: Selection, look: Look, *, limit: int | None = None) -> int:
+    """How many jobs exactly, at most `limit`."""
+    if _is_exact(selection):
+        condition = selection.where(look.now, look.pauses)
+        total = Job.objects.using(database.alias()).filter(condition).count()
+    else:
+        total = sum(1 for _ in _read(selection, look, descending=False))
+    return total if limit is None else min(total, limit)
+
+
+def _is_exact(selection: Selection) -> bool:
+    """Whether the condition alone decides; the phase of live work is judged row by row."""
+    return selection.phase in (None, Phase.FAILED, Phase.PARKED, Phase.COMPLETED, Phase.CANCELLED)
+
+
+def _grouped(selection: Selection, look: Look, most: int) -> list[Group]:
+    jobs = Job.objects.using(database.alias()).filter(selection.where(look.now, look.pauses))
+    # The oldest ones, as they are taken; counted in the database, and no more of them than are asked for.
+    bounded = Job.objects.using(database.alias()).filter(id__in=jobs.order_by("id").values("id")[:most])
+    rows = bounded.values_list("kind", "error_type").annotate(jobs=Count("id")).order_by("-jobs", "kind")
+    return [Group(kind, error_type or "", number) for kind, error_type, number in rows]
+
+
+def _grouped_one_by_one(selection: Selection, look: Look, most: int) -> list[Group]:
+    numbers: dict[tuple[str, str], int] = {}
+    for job in islice(_read(selection, look, descending=False), most):
+        key = (job.kind, job.error_type or "")
+        numbers[key] = numbers.get(key, 0) + 1
+    ordered = sorted(numbers.items(), key=lambda item: (-item[1], item[0]))
+    return [Group(kind, error_type, number) for (kind, error_type), number in ordered]
+
+
+# --- acting ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one job: the job as it is now, or the refusal."""
+
+    job_id: UUID
+    job: Job | None = None
+    refusal: DurableJobsError | None = None
+
+
+Act = Callable[[UUID, int], Job]
+"""Acts on the job of this id, the n-th (from 0) of its bulk."""
+
+
+def act_on(ids: Iterator[list[UUID]], act: Act) -> Iterator[Outcome]:
+    """Act on each job in a transaction of its own. An outage of the database ends it with its error."""
+    number = 0
+    for page in ids:
+        for job_id in page:
+            try:
+                yield Outcome(job_id, job=act(job_id, number))
+            except DurableJobsError as refusal:
+                yield Outcome(job_id, refusal=refusal)
+            number += 1
+
+
+def redriving(
+    *, failed_before: datetime | None = None, spread: float = 0.0, jobs: int = 0, **options: Any
+) -> Act:
+    """Redrive each; `spread` over so many seconds from now, `jobs` being their number."""
+    interval = spread / jobs if jobs else 0.0
+    began = time.monotonic()
+
+    def act(job_id: UUID, number: int) -> Job:
+        delay = max(0.0, number * interval - (time.monotonic() - began)) if interval else 0.0
+        return service.redrive(job_id, delay=delay, failed_before=failed_before, scope=ALL_SCOPES, **options)
+
+    return act
+
+
+def cancelling(**options: Any) -> Act:
+    """Ask each to end."""
+    return lambda job_id, number: service.cancel(job_id, scope=ALL_SCOPES, **options)
