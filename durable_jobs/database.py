@@ -524,15 +524,15 @@ def _adapt_postgresql(value: Any) -> Any:
     return value
 
 
-def now(using: str | None = None) -> datetime:
+def clock(using: str | None = None) -> datetime:
     """The database's clock, which judges leases and schedules."""
     asked = connection(using)
-    value = _NOW.run(asked)[0][0]
+    value = _CLOCK.run(asked)[0][0]
     moment = value if isinstance(value, datetime) else datetime.fromisoformat(value)
     return moment if moment.tzinfo else moment.replace(tzinfo=asked.timezone)
 
 
-_NOW = Statement("SELECT {now}", types={})
+_CLOCK = Statement("SELECT {now}", types={})
 
 
 class Loader:

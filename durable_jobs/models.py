@@ -482,10 +482,10 @@ class Job(ReadOnlyRow):
     def ownership(self) -> Ownership:
         """`ownership_at` the present time, which is asked of the database where it matters.
 
-        For many rows read `durable_jobs.database.now()` once and use `ownership_at`.
+        For many rows read `durable_jobs.database.clock()` once and use `ownership_at`.
         """
         if self.status == Status.RUNNING and self.lease_expires_at is not None and self.next_run_at is None:
-            return self.ownership_at(database.now(self._state.db))
+            return self.ownership_at(database.clock(self._state.db))
         return self.ownership_at(_LONG_AGO)
 
     @property
@@ -514,6 +514,8 @@ class Job(ReadOnlyRow):
         held = self.status == Status.HELD
         if held and (self.lease_owner or self.lease_expires_at or self.lease_epoch or self.attempts):
             return "Held work carries the traces of an execution; recover it explicitly."
+        if not held and self.input_text is None and self.input_sha256 is None:
+            return None  # it was made without, and nothing can have been changed
         keyless = held and self.queue_name == MANUAL_QUEUE and not self.idempotency_key
         if not self.tenant_id or keyless or self.input_text is None or self.input_sha256 is None:
             return "The scope, key, input or hash of waiting work is missing; recover it explicitly."

@@ -237,12 +237,18 @@ def _snippets(vendor: str) -> Mapping[str, str]:
         "by_running": "" if vendor == "postgresql" else "INDEXED BY durable_jobs_running",
         "by_cancelling": "" if vendor == "postgresql" else "INDEXED BY durable_jobs_cancelling",
         # Poison takes its neighbours along: a process that runs one suspect claims no second.
-        "fit": "{unpaused} AND (:suspects OR c.redrives_since_commit = 0) AND {authentic}",
+        "fit": "{unpaused} AND (:suspects OR c.redrives_since_commit = 0) AND {sound}",
         # The input is the one that the job was made with. Missing input never is.
         "authentic": (
             "encode(sha256(convert_to(c.input, 'UTF8')), 'hex') = c.input_sha256"
             if vendor == "postgresql"
             else "SHA256(c.input) = c.input_sha256"
+        ),
+        # Work without any input has nothing that could have been changed.
+        "sound": (
+            "coalesce(encode(sha256(convert_to(c.input, 'UTF8')), 'hex'), '') = coalesce(c.input_sha256, '')"
+            if vendor == "postgresql"
+            else "coalesce(SHA256(c.input), '') = coalesce(c.input_sha256, '')"
         ),
         # A lease that is held at this very moment. The row is locked before the clock is read: an UPDATE that
         # waited for somebody who only locked the row does not look at its conditions again.
@@ -344,11 +350,11 @@ _BY_LOCK_KEY = _statement("""
 _CLAIM = _statement("""
     UPDATE {job} SET {take}, lease_expires_at = {after :ttl}
     WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.continuation_seq = :seq
-        AND c.redrives = :redrives AND c.next_run_at IS NOT NULL AND {unpaused} AND {authentic} {skip_locked})
+        AND c.redrives = :redrives AND c.next_run_at IS NOT NULL AND {unpaused} AND {sound} {skip_locked})
     RETURNING {columns}""")
 _STILL_CLAIMABLE = _statement("""
     SELECT 1 FROM {job} c WHERE c.id = :id AND c.continuation_seq = :seq AND c.redrives = :redrives
-        AND c.next_run_at IS NOT NULL AND {unpaused} AND {authentic}""")
+        AND c.next_run_at IS NOT NULL AND {unpaused} AND {sound}""")
 
 # LIMIT is a literal (as a parameter it is planned anew each time), in a few sizes, inside a locking CTE:
 # as a plain `id IN (SELECT … LIMIT 1 …)`, planned on an empty table, one claim took the whole queue.
@@ -658,7 +664,8 @@ _INSERT_RUNNING = _statement("""
         :idempotency_key, {now}, {now}, :owner, 1, {after :ttl}, {now}, 1, {now}, {now})
     ON CONFLICT DO NOTHING RETURNING {columns}""")
 _EXTEND = _statement("""
-    UPDATE {job} SET lease_expires_at = {after :ttl}, heartbeat_at = {now} WHERE {owned} RETURNING {columns}""")
+    UPDATE {job} SET lease_expires_at = {after :ttl}, heartbeat_at = {now}
+    WHERE id = (SELECT id FROM {job} WHERE {owned} {lock}) RETURNING {columns}""")
 _RENEW = _statement("""
     UPDATE {job} SET lease_expires_at = {after :ttl}, heartbeat_at = {now}, {fold}
     WHERE {strict} RETURNING {columns}""")
@@ -691,7 +698,7 @@ _CLAIM_HELD = _statement("""
     WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.tenant_id = :tenant
             AND coalesce(c.organization_id, '') = coalesce(:organization, '')
         AND ((c.status = 'held' AND {authentic})
-            OR ({over} AND ({authentic} OR c.input IS NULL AND c.input_sha256 IS NULL)))
+            OR ({over} AND {sound}))
         AND {countable} {skip_locked})
     RETURNING {columns}""")
 _RETRY_CLAIM = _statement("""
@@ -703,7 +710,7 @@ _RETRY_CLAIM = _statement("""
         error_message = NULL, result = NULL, progress = 0, finished_at = NULL, domain_mirrored_at = NULL,
         cancel_requested_at = NULL, cancelled_by_id = NULL
     WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.lease_epoch = :epoch
-        AND (c.status IN ('failed', 'cancelled') OR ({over})) AND {authentic} AND {countable} {lock})
+        AND (c.status IN ('failed', 'cancelled') OR ({over})) AND {authentic} AND {countable} {skip_locked})
     RETURNING {columns}""")
 _LOCK_ROW = _statement("SELECT id FROM {job} WHERE id = :id {lock}")
 # The real table: a temporary one of its name would be found first. On PostgreSQL the row tells its own table,
@@ -1776,7 +1783,7 @@ def leased(*, queue: str = "", kind: str = "", tenant: str = "") -> int:
 
 def now() -> datetime:
     """The database's clock, which judges leases and schedules."""
-    return database.now()
+    return database.clock()
 
 
 # --- parameters -----------------------------------------------------------------------------------------
