@@ -660,6 +660,8 @@ def require_claimable(job_id: UUID, before: Image | None, scope: Scope) -> None:
         raise NotReclaimable(job_id, f"it is {job.status}{' and owned' if owned else ''}")
     if job.status == Status.HELD and job.diagnostic:
         raise NotReclaimable(job_id, job.diagnostic.rstrip("."))
+    if job.verdict is not None:
+        raise NotReclaimable(job_id, "it was decided that it has failed")
     if job.input_sha256 is not None and not job.is_authentic:
         raise NotReclaimable(job_id, "its input is missing or was changed")
 

@@ -698,7 +698,7 @@ _CLAIM_HELD = _statement("""
     WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.tenant_id = :tenant
             AND coalesce(c.organization_id, '') = coalesce(:organization, '')
         AND ((c.status = 'held' AND {authentic})
-            OR ({over} AND {sound}))
+            OR ({over} AND {sound} AND c.verdict IS NULL))
         AND {countable} {skip_locked})
     RETURNING {columns}""")
 _RETRY_CLAIM = _statement("""
@@ -1451,8 +1451,9 @@ def release_held(job_id: UUID, *, scope: Scope | None) -> Job | Answer | None:
 
 
 def claim_held(job_id: UUID, *, scope: Scope, owner: str, ttl: float) -> Job | Answer | None:
-    """held, or running with a lease that ran out → running, epoch + 1, attempts + 1, if its input is authentic.
+    """held, or running without verdict and with a lease that ran out → running, epoch + 1, attempts + 1.
 
+    Only if its input is the one it was made with.
     Keeps checkpoint, progress and a cancel request. BUSY when another live job holds the lock key. None: not
     so, or locked, or of another scope.
     """
