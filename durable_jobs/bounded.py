@@ -149,10 +149,12 @@ class _Policy:
         self._before = self._ours = (lock, statement)
         self._limits = (lock_ms or math.inf, statement_ms or math.inf)
         self._until = math.inf
+        bounded.require_time()
         self._install()
+        bounded.require_time()
         if not nested:
             idle = (bounded.deadline - time.monotonic() + IDLE_SECONDS) * 1000
-            _ask(bounded, _SET_IDLE, str(math.ceil(min(idle, idle_ms or math.inf))))
+            _ask(bounded, _SET_IDLE, str(max(1, math.ceil(min(idle, idle_ms or math.inf)))))
 
     def tighten(self, execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
         """Before each statement: no time left means no statement; a bound that reaches too far is narrowed."""

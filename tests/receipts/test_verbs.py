@@ -21,7 +21,7 @@ from durable_jobs.exceptions import (
     ScopeMismatch,
     TransactionOwned,
 )
-from durable_jobs.models import Job, JobEvent, Scope
+from durable_jobs.models import Job, JobEvent, Scope, uuid7
 from durable_jobs.receipts import (
     AttemptOutcome,
     ExecutionContext,
@@ -547,7 +547,7 @@ def test_past_the_deadline_the_database_is_not_asked(django_assert_num_queries: 
     with django_assert_num_queries(0), pytest.raises(DeadlineExceeded):
         complete_atomically(ctx, lambda _: ship())
     with django_assert_num_queries(0), pytest.raises(DeadlineExceeded):
-        retry_atomically(acts.uuid7(), replace(ctx, fence=None), retain)
+        retry_atomically(uuid7(), replace(ctx, fence=None), retain)
     assert everything() == before
 
 
