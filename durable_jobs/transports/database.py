@@ -317,6 +317,7 @@ class Claimer:
         if kind is not None and kind.max_running is not None:
             with self._guard:
                 self._full.pop((kind.name, job.scope), None)
+                self._changed = True
         if job.next_run_at is None or job.updated_at is None:
             return
         pair = Pair(job.queue_name, job.kind, job.priority)
