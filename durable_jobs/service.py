@@ -20,7 +20,7 @@ from uuid import UUID
 from django.db import OperationalError, router, transaction
 from django.db.models import Model
 
-from durable_jobs import database, jsontext, kinds, lifecycle, signals, store, transports
+from durable_jobs import database, jsontext, kinds, lifecycle, reconciler, signals, store, transports
 from durable_jobs.candidates import CandidatePage, CandidateQuery, candidates
 from durable_jobs.conf import config
 from durable_jobs.exceptions import (
@@ -57,6 +57,7 @@ __all__ = [
     "candidates",
     "get",
     "pause",
+    "reconcile",
     "redrive",
     "release",
     "running_under",
@@ -158,9 +159,15 @@ def start_many(rows: Iterable[Mapping[str, Any]]) -> list[Started | DurableJobsE
     ready: list[tuple[int, _Ready]] = []
     for number, row in enumerate(rows):
         try:
-            ready.append((number, _prepare_row(row)))
+            one = _prepare_row(row)
+            earlier = _under_an_old_name(one)
         except DurableJobsError as refusal:
             answers[number] = refusal
+        else:
+            if earlier is None:
+                ready.append((number, one))
+            else:
+                answers[number] = earlier
     ready.sort(key=lambda one: _lock_order(one[1].new))
     for begin in range(0, len(ready), MANY):
         part = ready[begin : begin + MANY]
@@ -238,15 +245,12 @@ def cancel(
     64 characters) is kept in the history with the event, so that the jobs of one act can be found.
     Raises `NotFound`, `NotCancellable` (finished already), `Busy` (SQLite: the file was locked for 3 s).
     """
-    who = _actor(actor)
+    who, why, operation = _actor(actor), _reason(reason), _operation(operation)
     job_uuid, wanted = _required_id(job_id), _scope(scope)
-    operation = _operation(operation)
     using = database.alias()
     try:
         with database.joined(using, timeout=CANCEL_WAIT_SECONDS):
-            how = store.request_cancel(
-                job_uuid, scope=wanted, actor=who.text, user=who.user_id, reason=jsontext.clean(reason)
-            )
+            how = store.request_cancel(job_uuid, scope=wanted, actor=who.text, user=who.user_id, reason=why)
             job = get(job_uuid, scope=scope)
             if job is None:
                 raise NotFound(job_id)
@@ -258,7 +262,7 @@ def cancel(
                 "cancel_requested",
                 actor=who.text,
                 actor_id=who.id,
-                reason=jsontext.clean(reason),
+                reason=why,
                 operation_id=operation,
             )
     except OperationalError as error:
@@ -308,7 +312,9 @@ def redrive(
         if not isinstance(value, bool):
             raise InvalidInput(name, value, "is neither True nor False", "Pass the boolean itself.")
     wait = _seconds("delay", delay, LONGEST_REDRIVE_DELAY)
-    who, operation = _actor(actor), _operation(operation)
+    who, why, operation = _actor(actor), _reason(reason), _operation(operation)
+    if failed_before is not None:
+        _require_instant("failed_before", failed_before)
     job_uuid = _required_id(job_id)
     before = get(job_uuid, scope=scope)
     if before is None:
@@ -349,7 +355,7 @@ def redrive(
             "redriven",
             actor=who.text,
             actor_id=who.id,
-            reason=jsontext.clean(reason),
+            reason=why,
             operation_id=operation,
             data={
                 "forced": force,
@@ -369,6 +375,8 @@ def redrive(
         raise
     if job is None:
         now = store.get(before.id)
+        if now and now.status == Status.RUNNING and now.lease_owner is None and failed_before is None:
+            raise Busy(before.id)
         if now is None or now.status != Status.FAILED:
             raise NotRedrivable(before.id, now.status if now else "gone")
         if failed_before is not None and now.finished_at is not None and now.finished_at >= failed_before:
@@ -429,10 +437,25 @@ def running_under(*, queue: str = "", kind: str = "", tenant: str = "") -> int:
     return store.leased(**_pause_of(queue, kind, tenant))
 
 
+def reconcile(*, batch: int = 100, tenant: str | None = None, wait: bool = True) -> reconciler.Report:
+    """Repair once what ended processes left behind, as every worker does by itself; takes `GRACE` seconds.
+
+    It looks twice, because an expired lease alone is no proof of a dead worker; `wait=False` takes it for one.
+    `batch` rows are read at a time; `tenant=None` means every tenant. Raises `TransactionOwned` inside a caller's
+    transaction.
+    """
+    return reconciler.repair_once(
+        published=transports.current().publish, batch=batch, tenant=tenant, wait=wait
+    )
+
+
 # --- starting -------------------------------------------------------------------------------------------
 
 
 def _start(ready: _Ready) -> Started:
+    earlier = _under_an_old_name(ready)
+    if earlier is not None:
+        return earlier
     for _ in range(ATTEMPTS_AT_A_FREED_KEY):
         job = store.insert(ready.new)
         if job is not None:
@@ -462,17 +485,32 @@ def _explain(ready: _Ready) -> Started | None:
     if new.idempotency_key is not None:
         earlier = store.by_idempotency_key(new.kind, new.idempotency_key, scope)
         if earlier is not None:
-            same = earlier.input_sha256 == new.input_sha256
-            # An old row may have kept the hash alone.
-            if not same or earlier.input_text not in (None, new.input):
-                raise IdempotencyConflict(new.idempotency_key, earlier.id)
-            return Started(earlier, False)
+            return _repeated(new, earlier)
     if new.lock_key is not None:
         holder = store.by_lock_key(new.lock_key, scope)
         if holder is not None:
             if ready.if_locked == "return":
                 return Started(holder, False)
             raise LockKeyHeld(new.lock_key, holder.id)
+    return None
+
+
+def _repeated(new: NewJob, earlier: Job) -> Started:
+    # An old row may have kept the hash alone.
+    if earlier.input_sha256 != new.input_sha256 or earlier.input_text not in (None, new.input):
+        raise IdempotencyConflict(new.idempotency_key or "", earlier.id)
+    return Started(earlier, False)
+
+
+def _under_an_old_name(ready: _Ready) -> Started | None:
+    """The job that this key made before its kind was renamed: the index knows the kind's present name alone."""
+    new = ready.new
+    if new.idempotency_key is None:
+        return None
+    for alias in ready.kind.aliases:
+        earlier = store.by_idempotency_key(alias, new.idempotency_key, Scope(new.tenant, new.organization))
+        if earlier is not None:
+            return _repeated(new, earlier)
     return None
 
 
@@ -687,13 +725,7 @@ def _moment(run_after: object) -> tuple[datetime | None, float]:
             "is neither a datetime nor a timedelta",
             "Pass an aware datetime or a timedelta.",
         )
-    if run_after.tzinfo is None or run_after.utcoffset() is None:
-        raise InvalidInput(
-            "run_after",
-            run_after,
-            "is a naive datetime: it names no instant",
-            "Pass an aware one, such as timezone.now() + timedelta(hours=1).",
-        )
+    _require_instant("run_after", run_after)
     latest = datetime.now(UTC) + LONGEST_SCHEDULE
     if not EARLIEST_RUN <= run_after <= latest:
         raise InvalidInput(
@@ -703,6 +735,18 @@ def _moment(run_after: object) -> tuple[datetime | None, float]:
             f"Use a time from {EARLIEST_RUN:%Y-%m-%d} to {latest:%Y-%m-%d}.",
         )
     return run_after.astimezone(UTC), 0.0
+
+
+def _require_instant(field: str, value: object) -> None:
+    if not isinstance(value, datetime):
+        raise InvalidInput(field, value, "is not a datetime", "Pass an aware datetime.")
+    if value.tzinfo is None or value.utcoffset() is None:
+        raise InvalidInput(
+            field,
+            value,
+            "is a naive datetime: it names no instant",
+            "Pass an aware one, such as timezone.now() + timedelta(hours=1).",
+        )
 
 
 def _priority(value: object) -> int:
@@ -733,7 +777,8 @@ def _meta(value: object) -> str | None:
         raise InvalidInput(
             "meta", value, "is not a mapping of labels", 'Pass a dict such as {"source": "cron"}.'
         )
-    return jsontext.encode(dict(value), field="meta", limit=config.MAX_META_BYTES)
+    labels = value if isinstance(value, dict) else dict(value)
+    return jsontext.encode(labels, field="meta", limit=config.MAX_META_BYTES)
 
 
 def _seconds(field: str, value: object, most: float) -> float:
@@ -751,9 +796,16 @@ def _user_id(field: str, user: Any) -> Any:
     """The key of a user; an anonymous one counts as none."""
     if user is None or getattr(user, "is_anonymous", False):
         return None
-    if not isinstance(user, Model) or not hasattr(user, "is_authenticated") or user.pk is None:
+    is_user = isinstance(user, Model) and hasattr(user, "is_authenticated")
+    if not is_user or user.pk is None or user._state.adding:
         raise InvalidInput(field, user, "is not a saved user", "Pass the user itself, or None.")
     return user.pk
+
+
+def _reason(reason: object) -> str:
+    if not isinstance(reason, str):
+        raise InvalidInput("reason", reason, "is not a text", "Say why in a text, or leave it out.")
+    return jsontext.clean(reason)[:REASON_LENGTH]
 
 
 class _Actor(NamedTuple):

@@ -18,21 +18,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from django.db import connections
 from django.db.utils import Error as DatabaseError
 
 from durable_jobs import connection as own_connection
-from durable_jobs import database, kinds, store
+from durable_jobs import database, kinds, store, transports
 from durable_jobs.conf import config
 from durable_jobs.keeper import Hold, Keeper
 from durable_jobs.logs import tell
 from durable_jobs.models import CancelRequest, Job, JobEvent, Pause, WorkerProcess
 from durable_jobs.outage import Outage
+from durable_jobs.reconciler import Reconciler
 from durable_jobs.runner import run_slice
 from durable_jobs.store import Lease
 from durable_jobs.transports.database import Claimer, Listener
@@ -108,6 +110,7 @@ class Worker:
         self._guard = threading.Lock()
         self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._upkeeper: threading.Thread | None = None
         self._last_round = time.monotonic()
         self._outage = Outage("claims")
         self._said_at = 0.0
@@ -116,23 +119,19 @@ class Worker:
         """Work until stopped, idle (`until_idle`) or without a usable thread; answers the exit code.
 
         0: drained. 1: slices still ran when the drain timeout was over. 3: the tables are missing. 4: the
-        database does not answer at the start. 75: every thread hangs in a step. After any but the first
-        two, and when it is 1, threads may be left running: end the process with `leave`.
+        database does not answer at the start. 75: every thread hangs in a step. After 1 and 75 threads are
+        left running: end the process with `leave`.
         """
-        own_connection.own("claims")
-        try:
+        with self._signals(), self._own_connection():
             refused = self._examine_database()
             if refused is not None:
                 return refused
-            with self._signals():
-                try:
-                    self._begin()
-                    code = self._work()
-                    return self._drain(code)
-                finally:
-                    self._end()
-        finally:
-            own_connection.disown()
+            try:
+                self._begin()
+                code = self._work()
+                return self._drain(code)
+            finally:
+                self._end()
 
     def stop(self) -> None:
         """Ask for a drain, from any thread; the first signal does the same."""
@@ -149,6 +148,14 @@ class Worker:
             self.keeper.beat_now()
 
     # --- beginning and end
+
+    @contextmanager
+    def _own_connection(self) -> Iterator[None]:
+        own_connection.own("claims")
+        try:
+            yield
+        finally:
+            own_connection.disown()
 
     def _examine_database(self) -> int | None:
         connection = database.connection()
@@ -178,18 +185,18 @@ class Worker:
             kinds=_named(self.kinds),
             concurrency=self.concurrency,
         )
-        self._register()
+        try:
+            self._register()
+        except DatabaseError as error:
+            # For the screens only; upkeep tries again.
+            tell(logger, logging.WARNING, "worker_row_missing", str(error), owner=self.owner)
+            own_connection.close()
         self.keeper.start()
         self.listener.start()
-        for number in range(1, self.concurrency + 1):
-            self._start_thread(f"durable-jobs-slice-{number}", self._serve)
-        self._start_thread("durable-jobs-upkeep", self._upkeep, slices=False)
-
-    def _start_thread(self, name: str, run: Any, *, slices: bool = True) -> None:
-        thread = threading.Thread(target=run, name=name, daemon=True)
-        thread.start()
-        if slices:
-            self._threads.append(thread)
+        self._threads = [
+            _started(f"durable-jobs-slice-{number}", self._serve) for number in range(1, self.concurrency + 1)
+        ]
+        self._upkeeper = _started("durable-jobs-upkeep", self._upkeep)
 
     def _end(self) -> None:
         self._quiet.set()
@@ -198,8 +205,9 @@ class Worker:
         for _ in self._threads:
             self._inbox.put(None)
         deadline = time.monotonic() + 1
-        for thread in self._threads:
-            if not any(task.thread == thread.name for task in self._running()):
+        busy = {task.thread for task in self._running()}
+        for thread in [*self._threads, self._upkeeper]:
+            if thread is not None and thread.name not in busy:
                 thread.join(max(0.0, deadline - time.monotonic()))
         self.keeper.stop()
         try:
@@ -338,7 +346,7 @@ class Worker:
     def _upkeep(self) -> None:
         own_connection.own("upkeep")
         outage = Outage("upkeep")
-        reconciler: Any = None
+        reconciler: Reconciler | None = None
         presence_at = time.monotonic() + PRESENCE_SECONDS
         tick_at = self._next_tick(first=True)
         while not self._quiet.wait(max(0.0, min(presence_at, tick_at) - time.monotonic())):
@@ -350,7 +358,9 @@ class Worker:
                 if now >= tick_at:
                     tick_at = self._next_tick()
                     if reconciler is None:
-                        reconciler = _reconciler(self.owner)
+                        reconciler = Reconciler(
+                            self.owner, published=transports.current().publish, register=self._register
+                        )
                     reconciler.tick()
                 outage.over()
             except Exception as error:
@@ -359,7 +369,7 @@ class Worker:
 
     def _next_tick(self, *, first: bool = False) -> float:
         if config.TICK <= 0:
-            return time.monotonic() + PRESENCE_SECONDS if first else math.inf
+            return math.inf
         return time.monotonic() + config.TICK * random.uniform(0.2 if first else 0.8, 1.0)
 
     def _show_presence(self) -> None:
@@ -441,9 +451,7 @@ class Worker:
         earlier_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in earlier:
             signal.signal(number, _noted)
-        threading.Thread(
-            target=self._watch_signals, args=[reader], name="durable-jobs-signals", daemon=True
-        ).start()
+        _started("durable-jobs-signals", partial(self._watch_signals, reader))
         try:
             yield
         finally:
@@ -484,10 +492,10 @@ def leave(worker: Worker, code: int) -> None:
     os._exit(code)
 
 
-def _reconciler(owner: str) -> Any:
-    from durable_jobs.reconciler import Reconciler
-
-    return Reconciler(owner)
+def _started(name: str, run: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _noted(number: int, frame: Any) -> None:

@@ -18,9 +18,10 @@ from durable_jobs.selection import Look, Selection
 from durable_jobs.store import Lease
 from durable_jobs.testing import make_job, register_for_test
 from tests.store import rows
+from tests.store.conftest import no_users_remembered  # noqa: F401
 
 NOW = datetime(2026, 3, 1, 3, 0, tzinfo=UTC)
-pytestmark = pytest.mark.django_db(transaction=True)
+on_the_database = pytest.mark.django_db(transaction=True)
 
 
 class Known(Kind):
@@ -320,6 +321,7 @@ MADE = {
 }  # fmt: skip
 
 
+@on_the_database
 @pytest.mark.parametrize("status", MADE)
 def test_the_phase_of_real_rows(status: str) -> None:
     made = make_job(status, kind="tests.known")
@@ -327,6 +329,7 @@ def test_the_phase_of_real_rows(status: str) -> None:
     assert Look.take().phase(Job.objects.get(pk=made.pk)) == MADE[status]
 
 
+@on_the_database
 def test_explain_reads_what_it_needs() -> None:
     row = make_job("pending", kind="tests.known", queue="imports")
     assert codes_of(row) == ["no_worker"]
@@ -341,23 +344,27 @@ def test_explain_reads_what_it_needs() -> None:
     assert silent.code == "no_worker" and "was seen 12 min ago on web3" in silent.sentence
 
 
+@on_the_database
 def test_explain_finds_the_holder_of_the_lock() -> None:
     done = make_job("failed", kind="tests.known", lock_key="import:7")
     assert codes_of(done) == ["failed"]
     holder = make_job("pending", kind="tests.known", lock_key="import:7")
-    _failed, lock_held = explain.explain(done)
+    lock_held = explain.explain(done)[1]
     assert lock_held.code == "lock_held" and str(holder.id) in lock_held.sentence
 
 
+@on_the_database
 def test_explain_reads_a_cancel_that_is_still_in_the_mailbox() -> None:
     row = make_job("running", kind="tests.known")
     assert codes_of(row) == []
     rows.insert_raw(rows.letter(row.id, "anna", 300), table="durable_jobs_cancelrequest")
-    assert codes_of(row) == ["cancel_unseen"]
+    rows.execute("UPDATE durable_jobs_job SET heartbeat_at = %s", rows.ago(301))
+    assert codes_of(Job.objects.get(pk=row.pk)) == ["cancel_unseen"]
     store.beat_many(row.lease_owner or "", [Lease(row.id, row.lease_owner or "", row.lease_epoch, 60.0)])
     assert codes_of(Job.objects.get(pk=row.pk)) == ["cancel_seen"]
 
 
+@on_the_database
 def test_explain_tells_the_last_error_of_the_hooks() -> None:
     row = make_job("verdict", kind="tests.known")
     rows.execute("UPDATE durable_jobs_job SET mirror_attempts = 3 WHERE id = %s", row.id)
@@ -367,6 +374,7 @@ def test_explain_tells_the_last_error_of_the_hooks() -> None:
     assert found[0].code == "mirror_failing" and "shop.Gone: second" in found[0].sentence
 
 
+@on_the_database
 def test_an_expired_lease_is_stuck_past_the_grace() -> None:
     row = make_job("expired", kind="tests.known")
     assert Look.take().phase(row) is Phase.RUNNING
@@ -376,24 +384,25 @@ def test_an_expired_lease_is_stuck_past_the_grace() -> None:
     assert codes_of(row) == ["lease_expired"]
 
 
+@on_the_database
 @pytest.mark.parametrize(
     "pauses",
     [[], [{}], [{"queue": "imports"}], [{"kind": "tests.known", "tenant": "default"}, {"queue": "x"}]],
 )
 def test_the_filter_by_phase_agrees_with_the_phase(pauses: list[dict[str, str]]) -> None:
-    for part in pauses:
-        service.pause(**part, reason="test")
     made = [
         make_job(status, kind="tests.known", queue=queue)
         for status in [*MADE, "expired"]
         for queue in ("imports", "default")
     ]
     made.append(service.start("tests.known", run_after=timedelta(hours=1)).job)
-    for row in made[:6]:
+    for row in made[2:8]:
         rows.execute("UPDATE durable_jobs_job SET mirror_attempts = 3 WHERE id = %s", row.id)
     for status in ("running", "expired"):
         old = make_job(status, kind="tests.known")
         rows.execute("UPDATE durable_jobs_job SET lease_expires_at = %s WHERE id = %s", rows.ago(600), old.id)
+    for part in pauses:
+        service.pause(**part, reason="test")
     look = Look.take()
     everything = {row.pk: look.phase(row) for row in Job.objects.all()}
     for wanted in Phase:

@@ -197,14 +197,13 @@ def test_a_cancel_is_carried_back(keeper: Keeper) -> None:
     assert not hold.lost
 
 
-def test_a_pause_asks_the_slice_to_yield(keeper: Keeper) -> None:
-    """F10: and it stays asked: a slice that begins to yield does not change its mind."""
+def test_a_pause_is_carried_back_and_wakes_a_waiting_step(keeper: Keeper) -> None:
     hold = claimed(ttl=0.6)
     keeper.hold(hold)
     service.pause(queue="worker", reason="maintenance", actor="test")
-    assert hold.stop.wait(2), "the pause was not seen"
-    assert hold.paused and not hold.cancelled and not hold.lost
-    service.unpause(queue="worker")
+    wait_until(lambda: hold.paused, 2, "the pause was not seen")
+    assert hold.stop.is_set()
+    assert not hold.cancelled
 
 
 def test_a_row_of_this_owner_that_nobody_holds_is_given_back(
@@ -229,6 +228,33 @@ def test_an_idle_process_finds_strangers_too(monkeypatch: pytest.MonkeyPatch) ->
         wait_until(lambda: row(stranger).status == "pending", 3, "not given back")
     finally:
         keeper.stop()
+
+
+def look(keeper: Keeper) -> None:
+    before = time.monotonic()
+    keeper.beat_now()
+    wait_until(lambda: keeper.last_beat > before, 3, "no look")
+
+
+def test_a_row_whose_slice_was_given_up_here_is_no_stranger(keeper: Keeper) -> None:
+    job = claimed(ttl=30)
+    job.observe(lost=True)
+    keeper.hold(job)
+    for _ in range(3):
+        look(keeper)
+    assert row(job).status == "running"
+
+
+def test_one_look_makes_no_stranger(keeper: Keeper) -> None:
+    job = claimed(ttl=30)
+    look(keeper)
+    keeper.hold(job)
+    look(keeper)
+    keeper.let_go(job)
+    look(keeper)
+    assert row(job).status == "running"
+    look(keeper)
+    wait_until(lambda: row(job).status == "pending", 1, "not given back at the second look in a row")
 
 
 def test_no_row_is_a_stranger_while_a_claim_is_in_flight(keeper: Keeper) -> None:
@@ -267,8 +293,8 @@ def test_a_slice_without_a_commit_for_too_long_is_given_up_with_its_stack(
         with caplog.at_level(logging.ERROR, "durable_jobs"):
             keeper.hold(hold)
             assert hold.stop.wait(2)
+            wait_until(lambda: "hangs_here" in caplog.text, 2, f"no stack in {caplog.text!r}")
         assert keeper.overdue == [hold]
-        assert "hangs_here" in caplog.text
         wait_until(lambda: expired(hold), 2, "still renewed")
         hold.committed()
         store.write_checkpoint(hold.lease)

@@ -10,7 +10,19 @@ import pytest
 
 from durable_jobs import store
 from durable_jobs.models import MANUAL_QUEUE, WorkerProcess, uuid7
-from tests.store.rows import GRACE, STATES, State, ago, ahead, execute, image, make, make_all, post_letter
+from tests.store.rows import (
+    GRACE,
+    STATES,
+    State,
+    ago,
+    ahead,
+    execute,
+    image,
+    make,
+    make_all,
+    post_letter,
+    stored,
+)
 
 pytestmark = pytest.mark.django_db
 
@@ -176,6 +188,30 @@ def test_a_request_that_came_in_between_is_not_parked_over(how: str) -> None:
     assert store.park_orphan(orphan, grace=GRACE, code="c", message="m") is None
     job = store.cancel_orphan(orphan, grace=GRACE)
     assert job is not None and job.status == "cancelled"
+
+
+@pytest.mark.parametrize("statuses", [["completed"], ["failed", "cancelled"], ["running", "pending", "held"]])
+def test_only_what_ended_is_pruned(statuses: list[str]) -> None:
+    """History is deleted when a person asks: what ended long enough ago, its events and letters with it."""
+    ids = make_all(STATES)
+    recent = make("completed", finished_at=ago(60))
+    for job_id in ids.values():
+        job = store.get(job_id)
+        assert job is not None
+        store.add_event(job, "e")
+    before = stored()
+    pruned = store.prune_batch(
+        ended_before=ago(300), statuses=statuses, after=(ago(9e6), UUID(int=0)), batch=500, budget=10**9
+    )
+    gone = {job.id for job in pruned}
+    assert gone == {
+        job_id for state, job_id in ids.items() if before[job_id][0][3].strip("'") in statuses
+        and state.base in ("completed", "failed", "parked", "cancelled")
+    }  # fmt: skip
+    events = store.prune_events(gone, 500)
+    assert {event.job_id for event in events} == gone
+    assert stored() == {job_id: rows for job_id, rows in before.items() if job_id not in gone}
+    assert recent not in gone
 
 
 def test_workers_come_and_go() -> None:

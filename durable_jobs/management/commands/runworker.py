@@ -39,17 +39,23 @@ class Command(BaseCommand):
         return parser
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--queues", type=_names, help="queues to work on, as a,b (default: all)")
-        parser.add_argument("--kinds", type=_names, help="kinds to work on, as a,b (default: all registered)")
+        parser.add_argument(
+            "--queues", type=_names, metavar="Q,Q", help="queues to work on, as a,b (default: all)"
+        )
+        parser.add_argument(
+            "--kinds", type=_names, metavar="K,K", help="kinds to work on, as a,b (default: all registered)"
+        )
         parser.add_argument(
             "--concurrency",
             type=_threads,
+            metavar="N",
             default=DEFAULT_CONCURRENCY,
             help=f"slices that run at a time, 1 to {MOST_THREADS} (default: {DEFAULT_CONCURRENCY})",
         )
         parser.add_argument(
             "--drain-timeout",
             type=_seconds,
+            metavar="SECONDS",
             help=(
                 f"seconds that a drain waits for running slices, 0 to {LONGEST_DRAIN} (default:"
                 f" DURABLE_JOBS['DRAIN_TIMEOUT'], here {here('DRAIN_TIMEOUT')})"
