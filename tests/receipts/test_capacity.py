@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 from django.db import connection, transaction
 
-from durable_jobs import kinds, receipts, service, store
+from durable_jobs import explain, kinds, receipts, service, store
 from durable_jobs.exceptions import InvalidInput
 from durable_jobs.kinds import Done, Kind
 from durable_jobs.manager import JobManager
@@ -332,6 +332,19 @@ def test_a_worker_runs_a_limited_kind_to_its_end() -> None:
         assert Worker(concurrency=5, until_idle=True).run() == 0
     assert {read(job_id).status for job_id in jobs} == {"completed"}
     assert most[0] == 2
+
+
+def test_a_job_that_waits_for_its_kinds_limit_says_so(limited: None) -> None:
+    """F: "why does it not run?" has an answer."""
+    ids = start(3)
+    Claimer("w").claim(5)
+    waiting = [job_id for job_id in ids if read(job_id).status == "pending"]
+    store.worker_started("w", host="h", pid=1, queues=[], kinds=[], concurrency=4)
+    (reason,) = explain.explain(read(waiting[0]))
+    assert reason.code == "full" and "2 jobs of its kind run" in reason.sentence
+    acts.tamper(waiting[0])
+    (changed,) = explain.explain(read(waiting[0]))
+    assert changed.code == "input_changed" and "do not match" in changed.sentence
 
 
 @pytest.mark.parametrize("most", [0, -1, 1.5, True, "2", 1_000_001])
