@@ -34,16 +34,30 @@ _IN_TRANSACTION: Final = 2  # libpq's PQTRANS_INTRANS
 class Bounded:
     """The open transaction; `cleanup_error` is what went wrong after its commit, which stands all the same."""
 
-    def __init__(self, connection: BaseDatabaseWrapper, what: str, deadline: float) -> None:
+    def __init__(
+        self,
+        connection: BaseDatabaseWrapper,
+        what: str,
+        deadline: float,
+        before_commit: Callable[[], None] | None,
+    ) -> None:
         self.connection = connection
         self.what = what
         self.deadline = deadline
+        self.before_commit = before_commit
         self.cleanup_error: str | None = None
 
     def require_time(self) -> None:
         """Raise `DeadlineExceeded` when nothing is left."""
         if time.monotonic() >= self.deadline:
             raise DeadlineExceeded(self.what)
+
+    def require_commit(self) -> None:
+        """The last look before the commit: still open, still in time, still wanted."""
+        self.require_open()
+        self.require_time()
+        if self.before_commit is not None:
+            self.before_commit()
 
     def require_open(self) -> None:
         """Raise `TransactionOwned` when a callback has ended the transaction by SQL of its own."""
@@ -68,17 +82,13 @@ def transaction(
     and `LockPolicyConflict`.
     """
     connection = connections[using]
-    bounded = Bounded(connection, what, deadline)
+    bounded = Bounded(connection, what, deadline, before_commit)
     refuse_open(using, what)
     bounded.require_time()
     act = _on_sqlite if connection.vendor == "sqlite" else _on_postgresql
     with _late_errors(bounded), act(bounded, using, snapshot):
         bounded.require_time()
         yield bounded
-        bounded.require_open()
-        bounded.require_time()
-        if before_commit is not None:
-            before_commit()
 
 
 @contextmanager
@@ -137,7 +147,9 @@ def _on_postgresql(bounded: Bounded, using: str, snapshot: bool) -> Iterator[Non
         policy = _Policy(bounded, nested)
         with bounded.connection.execute_wrapper(policy.tighten):
             yield
+        bounded.require_open()
         policy.end()
+        bounded.require_commit()
 
 
 class _Policy:
@@ -208,6 +220,7 @@ def _on_sqlite(bounded: Bounded, using: str, snapshot: bool) -> Iterator[None]:
             yield
             if _busy_timeout(raw) != ours:
                 raise LockPolicyConflict(ours, _busy_timeout(raw))
+            bounded.require_commit()
         committed = True
     except BaseException as error:
         _restore(raw, before, ours, bounded, error)

@@ -259,7 +259,12 @@ def reasons(
         return [*found, *(_pausing(pause) for pause in matching(job, pauses))]
     found += [_paused(pause) for pause in matching(job, pauses)]
     found += _of_workers(job, kind, now, workers, last_worker)
-    if kind is not None and kind.max_running is not None and running is not None and running >= kind.max_running:
+    if (
+        kind is not None
+        and kind.max_running is not None
+        and running is not None
+        and running >= kind.max_running
+    ):
         found.append(
             Reason(
                 "full",

@@ -255,32 +255,32 @@ def test_while_somebody_counts_the_others_pass_by(limited: None, second_connecti
 
 
 CHILD = """
-import sys, time, threading
-from durable_jobs import kinds, store
-from durable_jobs.transports.database import Claimer
-from durable_jobs.store import Lease
-from django.db import connection
+import sys
+from durable_jobs import kinds
 from tests.receipts.test_capacity import Limited, churn
 kinds.register(Limited)
-churn(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])
-print("done", flush=True)
+sys.exit(churn(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
 """
 
 
-def churn(threads: int, seconds: float, name: str) -> None:
-    """Claim, hold for a moment and let go, in so many threads."""
-    until = time.monotonic() + seconds
+def churn(threads: int, claims: int, name: str) -> int:
+    """Claim, look how many run, and let go, in so many threads until so many were claimed. 0 when all was well."""
+    guard, done, exceeded, until = threading.Lock(), [0], [0], time.monotonic() + 60
 
     def work(owner: str) -> None:
         claimer = Claimer(owner)
         try:
-            while time.monotonic() < until:
-                for job in claimer.claim(3):
-                    time.sleep(0.01)
+            while done[0] < claims and time.monotonic() < until:
+                claimed = claimer.claim(3)
+                found = running() if claimed else 0
+                with guard:
+                    done[0] += len(claimed)
+                    exceeded[0] = max(exceeded[0], found)
+                for job in claimed:
                     store.yield_slice(Lease(job.id, owner, job.lease_epoch, 30))
                 claimer._full.clear()
                 claimer.heard(None)
-                time.sleep(0.002)
+                time.sleep(0.001)
         finally:
             connection.close()
 
@@ -289,25 +289,24 @@ def churn(threads: int, seconds: float, name: str) -> None:
         worker.start()
     for worker in workers:
         worker.join()
+    print(f"{done[0]} claimed, at most {exceeded[0]} at once", flush=True)
+    return 0 if exceeded[0] <= 2 and done[0] >= claims else 1
 
 
 def test_two_processes_and_twelve_threads_never_exceed_the_limit(limited: None, processes: Processes) -> None:
-    """P22: a limit of 2; and with one place taken by a dead lease, of 1."""
+    """P22: a limit of 2; one of the places is a dead lease's throughout."""
     start(30)
     (corpse,) = Claimer("dead").claim(1)
     age(corpse.id, 3600)
-    children = [processes.python(CHILD, "6", "2.0", f"process-{number}") for number in range(2)]
-    most, seen, claims = 0, 0, 0
-    deadline = time.monotonic() + 40
-    while any(child.running for child in children) and time.monotonic() < deadline:
-        now = running()
-        most, seen = max(most, now), seen + 1
-        time.sleep(0.003)
+    children = [processes.python(CHILD, "6", "25", f"process-{number}") for number in range(2)]
+    most = 0
+    while any(child.running for child in children):
+        most = max(most, running())
+        time.sleep(0.01)
     for child in children:
         assert child.wait(20) == 0, child.output
-    claims = sum(Job.objects.values_list("attempts", flat=True))
-    assert most == 2 and running() == 1 and seen > 50
-    assert claims > 30, claims
+    assert most <= 2 and running() == 1
+    assert sum(Job.objects.values_list("attempts", flat=True)) >= 50
 
 
 def test_a_worker_runs_a_limited_kind_to_its_end() -> None:

@@ -124,9 +124,10 @@ def steps(number: int, after: bool, act: Callable[[], None]) -> Iterator[Steps]:
     for name in ("_ask", "_set_busy_timeout", "_busy_timeout"):
         real = getattr(bounded, name)
         patch.setattr(bounded, name, lambda *given, real=real: counted.step(lambda: real(*given)))
-    for name in ("_commit",):
-        real = getattr(connection, name)
-        patch.setattr(connection, name, lambda real=real: counted.step(real))
+    commit = connection._commit  # type: ignore[attr-defined]
+    patch.setattr(connection, "_commit", lambda: counted.step(commit))
+    # Bounds that are narrowed as time goes by would make more steps on a slow machine.
+    patch.setattr(bounded, "SLACK_SECONDS", 3600.0)
     try:
         with connection.execute_wrapper(counted.execute):
             yield counted
@@ -193,15 +194,21 @@ def test_an_error_at_any_step_leaves_nothing_or_everything(name: str) -> None:
 @each_verb
 def test_a_stop_at_any_step_leaves_nothing_or_everything(name: str) -> None:
     """A82: an abort before the commit is no commit; finalize goes on (A72)."""
-    refused = 0
+    refused = done = 0
     for case, before, error, where in walk(name, lambda case: case.ctx.stop.set()):
         if error is None:
+            done += 1
             assert case.is_done(name), where
         else:
             refused += 1
             assert isinstance(error, LeaseLostError) and "asked to stop" in str(error), where
             assert everything() == before, where
-    assert refused == 0 if name == "finalize" else refused >= 8
+    if name == "finalize":
+        assert refused == 0
+    else:
+        # Later are only the commit itself and, on SQLite, the two steps that put the lock policy back;
+        # there nothing happens right after BEGIN, either.
+        assert done == (2 if connection.vendor == "postgresql" else 7) and refused >= 8
 
 
 @each_verb
