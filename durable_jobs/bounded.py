@@ -47,6 +47,11 @@ class Bounded:
         self.before_commit = before_commit
         self.cleanup_error: str | None = None
 
+    def note_cleanup(self, sentence: str) -> None:
+        """Keep what went wrong after the commit."""
+        self.cleanup_error = "; ".join(part for part in (self.cleanup_error, sentence) if part)
+        tell(logger, logging.WARNING, "cleanup_failed", sentence, what=self.what)
+
     def require_time(self) -> None:
         """Raise `DeadlineExceeded` when nothing is left."""
         if time.monotonic() >= self.deadline:
@@ -86,9 +91,17 @@ def transaction(
     refuse_open(using, what)
     bounded.require_time()
     act = _on_sqlite if connection.vendor == "sqlite" else _on_postgresql
-    with _late_errors(bounded), act(bounded, using, snapshot):
-        bounded.require_time()
-        yield bounded
+    committed: list[bool] = []
+    try:
+        with _late_errors(bounded), act(bounded, using, snapshot):
+            # Ahead of whatever the block asks to be called after the commit: what raises there undoes nothing.
+            connection.on_commit(lambda: committed.append(True), robust=True)
+            bounded.require_time()
+            yield bounded
+    except Exception as error:
+        if not committed:
+            raise
+        bounded.note_cleanup(f"a callback after the commit failed: {type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -267,8 +280,7 @@ def _restore(raw: Any, before: int, ours: int, bounded: Bounded, failure: BaseEx
             _set_busy_timeout(raw, before)
     except Exception as error:
         sentence = f"the connection's lock policy could not be put back: {error}"
-        tell(logger, logging.WARNING, "lock_policy_left", sentence, what=bounded.what)
         if failure is None:
-            bounded.cleanup_error = sentence
+            bounded.note_cleanup(sentence)
         else:
             failure.add_note(f"Besides, {sentence}.")

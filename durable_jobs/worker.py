@@ -386,7 +386,7 @@ class Worker:
             host=socket.gethostname(),
             pid=os.getpid(),
             queues=sorted(self.queues or ()),
-            kinds=sorted(self.kinds or ()),
+            kinds=sorted(self.claimer.known()),
             concurrency=self.concurrency,
         )
 

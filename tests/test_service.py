@@ -305,6 +305,17 @@ class TestTheDoor:
     def test_an_unsaved_user_is_refused(self) -> None:
         refused("E_JOB_INPUT_INVALID", service.start, KIND, created_by=unsaved_user())
 
+    def test_a_user_deleted_meanwhile_is_refused(self, anna: Any) -> None:
+        """The object of a request outlives its row; nobody else's job suffers for it."""
+        bob = get_user_model().objects.create_user("bob")
+        get_user_model().objects.filter(pk=anna.pk).delete()
+        error = refused("E_JOB_INPUT_INVALID", service.start, KIND, created_by=anna)
+        assert error.field == "created_by"
+        rows = [{"kind": KIND, "input": n, "created_by": user} for n, user in enumerate([bob, anna, None])]
+        answers = start_many(rows)
+        assert [type(answer).__name__ for answer in answers] == ["Started", "InvalidInput", "Started"]
+        assert [job.input for job in Job.objects.order_by("id")] == [0, 2]
+
     def test_a_deleted_subject_is_refused(self) -> None:
         shipment = Shipment.objects.create()
         shipment.delete()

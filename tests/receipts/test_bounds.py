@@ -224,6 +224,30 @@ def test_a_policy_changed_inside_is_refused_and_not_overwritten(monkeypatch: pyt
     connection.close()
 
 
+@pytest.mark.parametrize("verb", ["complete", "finalize", "retry"])
+def test_a_callback_after_the_commit_that_fails_undoes_nothing(verb: str) -> None:
+    """A86: the write was committed, and says so; the failure is kept with the job."""
+
+    def work(_: Any) -> str:
+        transaction.on_commit(lambda: 1 / 0)
+        return ship()
+
+    job = ended("failed") if verb == "retry" else None
+    ctx = context(job.idempotency_key) if job else owned()
+    policy = lock_policy()
+    if verb == "finalize":
+        answer = finalize_atomically(ctx, FAILED, work)
+        assert isinstance(answer, Finalized) and "division by zero" in (answer.cleanup_error or "")
+    elif job:
+        retry_atomically(job.id, ctx, work)
+    else:
+        assert complete_atomically(ctx, work) == RECEIPT
+    done = acts.read(job.id) if job else job_of(ctx)
+    assert done.status == {"complete": "completed", "finalize": "failed", "retry": "running"}[verb]
+    assert "division by zero" in (done.diagnostic or "") and len(acts.shipments()) == 1
+    assert lock_policy() == policy and not connection.in_atomic_block
+
+
 @pytest.mark.sqlite_only
 def test_a_failure_after_the_commit_undoes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A86, A54: it is kept with the job; with a failed write both are told."""
