@@ -10,7 +10,7 @@ ARGS ?=
 unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sqlite test-postgres test-wheel lint format wheel demo serve clean
+.PHONY: help install test test-sqlite test-postgres prove test-wheel lint format wheel demo serve clean
 
 help:  ## Explain the targets
 	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
@@ -44,6 +44,14 @@ ifneq ($(filter postgres% pgsql% psql%,$(DATABASE_URL)),)
 	$(PY) -m pytest $(ARGS)
 else
 	$(PY) -m tests.postgres run -- $(PY) -m pytest $(ARGS)
+endif
+
+prove: install  ## Prove repair, cancel and the crowd with the default leases and for a minute (half an hour in all)
+	env -u DATABASE_URL DURABLE_JOBS_PROVE=1 $(PY) -m pytest tests/operate $(ARGS)
+ifneq ($(filter postgres% pgsql% psql%,$(DATABASE_URL)),)
+	DURABLE_JOBS_PROVE=1 $(PY) -m pytest tests/operate $(ARGS)
+else
+	DURABLE_JOBS_PROVE=1 $(PY) -m tests.postgres run -- $(PY) -m pytest tests/operate $(ARGS)
 endif
 
 test-wheel: install  ## Build the package, install it into an empty project, and use it there

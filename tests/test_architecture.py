@@ -25,6 +25,7 @@ LAYERS = (
     ("transports",),
     ("service", "explain", "selection", "reconciler", "manager", "overview", "pruning", "candidates"),
     ("worker", "admin", "rest", "tasks", "checks", "metrics", "telemetry", "health", "templatetags"),
+    ("supervisor",),
     ("management", "testing"),
     ("apps",),
 )

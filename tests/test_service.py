@@ -1213,6 +1213,13 @@ class TestRedrive:
         error = refused("not_redrivable", service.redrive, job.id, force=force)
         assert isinstance(error, NotRedrivable) and error.status == status
 
+    @pytest.mark.parametrize("status", ["completed", "cancelled"])
+    def test_a_finished_job_is_not_redrivable_whoever_holds_its_key(self, status: str) -> None:
+        """B107: "held by another" would promise a later success."""
+        job = make_job(status, kind=KIND, lock_key="l")
+        start(kinds_class(), lock_key="l")
+        refused("not_redrivable", service.redrive, job.id, force=True)
+
     def test_a_lease_past_the_grace_is_redrivable(self) -> None:
         """B106, B114"""
         job = make_job("running", kind=KIND, owner=OWNER)
