@@ -25,6 +25,7 @@ from uuid import UUID
 from asgiref.sync import async_to_sync
 from django.db import connections, transaction
 
+from durable_jobs import connection as own_connection
 from durable_jobs import database, jsontext, kinds, lifecycle, receipts, service, store
 from durable_jobs.conf import config
 from durable_jobs.exceptions import (
@@ -255,25 +256,41 @@ class JobManager:
             run.stop.set()
         run.next_beat = run.renewed + self._interval
         with self._guard:
-            self._runs[lease.job_id] = run
+            earlier, self._runs[lease.job_id] = self._runs.get(lease.job_id), run
             self._diagnostics.pop(lease.job_id, None)
-            if self._beats is None:
-                self._beats = threading.Thread(target=self._keep, name="durable-jobs-manager", daemon=True)
-                self._beats.start()
-        self._wake.set()
-        # Daemons: a process that ends does not wait for its executors.
+        if earlier is not None:
+            # An attempt of this manager whose lease ran out, and whose executor goes on.
+            earlier.stop.set()
         name = f"durable-jobs-executor-{lease.job_id}"
-        threading.Thread(target=self._execute, args=[run, executor], name=name, daemon=True).start()
+        try:
+            self._start_beats()
+            # Daemons: a process that ends does not wait for its executors.
+            threading.Thread(target=self._execute, args=[run, executor], name=name, daemon=True).start()
+        except RuntimeError:
+            # No thread is to be had: the lease runs out, and the job can be resumed.
+            self._forget(run)
+            raise
+        self._wake.set()
+
+    def _start_beats(self) -> None:
+        with self._guard:
+            if self._beats is None:
+                beats = threading.Thread(target=self._keep, name="durable-jobs-manager", daemon=True)
+                beats.start()
+                self._beats = beats
 
     def _execute(self, run: _Run, executor: Executor) -> None:
         try:
             self._record(run, partial(self._outcome, run, executor))
         finally:
-            with self._guard:
-                if self._runs.get(run.lease.job_id) is run:
-                    del self._runs[run.lease.job_id]
-            self._wake.set()
+            self._forget(run)
             connections.close_all()
+
+    def _forget(self, run: _Run) -> None:
+        with self._guard:
+            if self._runs.get(run.lease.job_id) is run:
+                del self._runs[run.lease.job_id]
+        self._wake.set()
 
     def _outcome(self, run: _Run, executor: Executor) -> Callable[[], Job | None]:
         """Run the executor, and give the transition that puts its outcome on the row."""
@@ -315,6 +332,7 @@ class JobManager:
 
     def _keep(self) -> None:
         try:
+            own_connection.own("manager")
             while True:
                 self._wake.clear()
                 with self._guard:
@@ -329,6 +347,9 @@ class JobManager:
                 soonest = min(run.next_beat for run in runs)
                 self._wake.wait(min(max(0.0, soonest - time.monotonic()), self._interval))
         finally:
+            with self._guard:
+                if self._beats is threading.current_thread():
+                    self._beats = None
             connections.close_all()
 
     def _beat(self, run: _Run) -> None:
@@ -358,7 +379,8 @@ class JobManager:
 
     def _note(self, run: _Run, error: BaseException) -> None:
         with self._guard:
-            self._diagnostics[run.lease.job_id] = describe(error).message
+            if self._runs.get(run.lease.job_id, run) is run:
+                self._diagnostics[run.lease.job_id] = describe(error).message
         log("manager_failed", level=logging.WARNING, job_id=run.lease.job_id, problem=describe(error).message)
 
     def _with_diagnostic(self, job: Job) -> Job:

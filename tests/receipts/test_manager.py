@@ -474,6 +474,21 @@ def test_a_stale_attempt_replaces_no_outcome(managers: Any) -> None:
     assert (job.status, job.result, job.attempts) == ("completed", "new", 2)
 
 
+def test_a_manager_that_resumes_its_own_dead_attempt_stops_that_one(managers: Any) -> None:
+    """A105: there are two executors then, and one of them may write."""
+    work, newer, manager = Work(lambda ctx: "old"), Work(lambda ctx: "new"), managers()
+    job_id = manager.start_job(KIND, work, SUBMISSION)
+    assert work.begun.wait(10)
+    age(job_id)
+    manager.resume_job(job_id, newer)
+    assert newer.begun.wait(10)
+    assert work.ctx.stop.is_set() and not newer.ctx.stop.is_set()  # type: ignore[union-attr]
+    work.go.set()
+    newer.go.set()
+    job = settled(manager, job_id)
+    assert (job.result, job.attempts) == ("new", 2)
+
+
 def test_an_executor_may_end_its_job_by_a_receipt(managers: Any) -> None:
     """A66 inside a manager: that is no failure to record."""
     manager = managers()
