@@ -390,7 +390,7 @@ def _of_workers(
     serving = [worker for worker in workers if serves(worker, job.queue_name)]
     if not serving:
         if last_worker is None:
-            seen = "No worker has ever been seen."
+            seen = "No worker is signed on."
         else:
             silent = (now - last_worker.beat_at).total_seconds()
             seen = f"The last worker of any queue was seen {_ago(silent)} on {last_worker.host}."

@@ -367,7 +367,8 @@ def redrive(
                 "restart": restart,
                 "delay": wait,
                 "error_type": before.error_type,
-                "checkpoint": before.checkpoint_text if restart else None,
+                # A restart forgets where the work was: here it is kept.
+                **({"checkpoint": before.checkpoint_text} if restart else {}),
             },
         )
         transports.current().publish(job)

@@ -171,7 +171,7 @@ _TYPES: dict[str, str] = {
     "subject_type": "text", "subject_id": "text", "priority": "int", "run_at": "timestamptz",
     "delay": "float8", "ttl": "float8", "grace": "float8", "first": "float8", "longest": "float8",
     "owner": "text", "dead_owner": "text", "epoch": "bigint", "epochs": "bigint[]", "ttls": "float8[]",
-    "seq": "int", "redrives": "int", "interrupted": "int", "max_failures": "int", "exponential": "boolean",
+    "seq": "int", "redrives": "int", "interrupted": "int", "cut_off": "int", "max_failures": "int", "exponential": "boolean",
     "checkpoint": "text", "keep_checkpoint": "boolean", "result": "text",
     "processed": "bigint", "total": "bigint", "keep_total": "boolean", "message": "text",
     "error_class": "text", "code": "text", "error_type": "text", "error_message": "text",
@@ -264,7 +264,7 @@ def _snippets(vendor: str) -> Mapping[str, str]:
             attempts = attempts + 1, heartbeat_at = {now}, claimed_at = {now},
             processed_at_claim = processed_count, started_at = coalesce(started_at, {now}),
             pending_since = NULL, next_run_at = NULL, updated_at = {now}, {fold}""",
-        # B49: an ordinary expired lease, not none, so that every reader of expiry sees the same thing.
+        # an ordinary expired lease, not none, so that every reader of expiry sees the same thing.
         "let_go": "lease_owner = NULL, lease_expires_at = {now}, updated_at = {now}",
         "end": "{end_unmirrored}, domain_mirrored_at = CASE WHEN :mirrored THEN {now} END",
         "end_unmirrored": """lease_owner = NULL, lease_expires_at = {now}, next_run_at = NULL,
@@ -518,7 +518,8 @@ _FAIL_SLICE = _statement("""
             THEN (1 << {least}(consecutive_failures, 20)) ELSE 1 END)}, {fold}, {counts}
     WHERE {owned} RETURNING {columns}""")
 _RELEASE_LEASE = _statement("""
-    UPDATE {job} SET {let_go}, next_run_at = {after :delay}, {fold}
+    UPDATE {job} SET {let_go}, next_run_at = {after :delay}, {fold},
+        redrives_since_commit = redrives_since_commit + :cut_off
     WHERE {owned} RETURNING {columns}""")
 
 _COMPLETE = _statement("""
@@ -1199,10 +1200,11 @@ def fail_slice(
         return _one(connection, rows)
 
 
-def release_lease(lease: Lease, delay: float) -> Job | None:
-    """running → running without owner, due in `delay` seconds. Counts nothing."""
+def release_lease(lease: Lease, delay: float, *, cut_off: bool = False) -> Job | None:
+    """running → running without owner, due in `delay` seconds. Counts nothing; `cut_off` counts an orphaning."""
     with database.statement(database.alias(), what="release") as connection:
-        return _one(connection, _RELEASE_LEASE.run(connection, **_named(lease), delay=delay))
+        rows = _RELEASE_LEASE.run(connection, **_named(lease), delay=delay, cut_off=int(cut_off))
+        return _one(connection, rows)
 
 
 # --- terminal: called inside the one transaction of lifecycle -------------------------------------------

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from durable_jobs import exceptions
 from durable_jobs.exceptions import (
-    Aborted,
     LONGEST_DELAY,
+    Aborted,
     Busy,
     DeadlineExceeded,
     DirectWrite,
