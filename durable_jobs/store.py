@@ -237,7 +237,7 @@ def _snippets(vendor: str) -> Mapping[str, str]:
         "by_running": "" if vendor == "postgresql" else "INDEXED BY durable_jobs_running",
         "by_cancelling": "" if vendor == "postgresql" else "INDEXED BY durable_jobs_cancelling",
         # Poison takes its neighbours along: a process that runs one suspect claims no second.
-        "fit": "{unpaused} AND (:suspects OR c.redrives_since_commit = 0) AND {sound}",
+        "fit": "{unpaused} AND (:suspects OR c.redrives_since_commit = 0)",
         # The input is the one that the job was made with. Missing input never is.
         "authentic": (
             "encode(sha256(convert_to(c.input, 'UTF8')), 'hex') = c.input_sha256"
@@ -350,11 +350,11 @@ _BY_LOCK_KEY = _statement("""
 _CLAIM = _statement("""
     UPDATE {job} SET {take}, lease_expires_at = {after :ttl}
     WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.continuation_seq = :seq
-        AND c.redrives = :redrives AND c.next_run_at IS NOT NULL AND {unpaused} AND {sound} {skip_locked})
+        AND c.redrives = :redrives AND c.next_run_at IS NOT NULL AND {unpaused} {skip_locked})
     RETURNING {columns}""")
 _STILL_CLAIMABLE = _statement("""
     SELECT 1 FROM {job} c WHERE c.id = :id AND c.continuation_seq = :seq AND c.redrives = :redrives
-        AND c.next_run_at IS NOT NULL AND {unpaused} AND {sound}""")
+        AND c.next_run_at IS NOT NULL AND {unpaused}""")
 
 # LIMIT is a literal (as a parameter it is planned anew each time), in a few sizes, inside a locking CTE:
 # as a plain `id IN (SELECT … LIMIT 1 …)`, planned on an empty table, one claim took the whole queue.

@@ -28,7 +28,7 @@ from durable_jobs.models import Job, Scope, uuid7
 from durable_jobs.receipts import Submission
 from durable_jobs.reconciler import Reconciler
 from durable_jobs.store import NewJob
-from durable_jobs.testing import make_job, register_for_test
+from durable_jobs.testing import finish, make_job, register_for_test
 from durable_jobs.transports.database import Claimer
 from tests.connections import OtherConnection
 from tests.receipts import acts
@@ -491,8 +491,9 @@ def test_a_changed_input_never_runs() -> None:
         parked = service.start(KIND, {"n": 2}, scope=HOME, hold=True).job
         for job in (pending, parked):
             tamper(job.id)
-        assert Claimer("w").claim(5) == []
-        assert store.claim(pending.id, 0, 0, "w", 30) is None
+        assert read(pending.id).ownership == "legacy-unknown"
+        failed_by_worker = finish(pending)
+        assert (failed_by_worker.status, failed_by_worker.error_code) == ("failed", "input_changed")
         with pytest.raises(NotReclaimable, match="do not match the hash"):
             service.release(parked.id, scope=HOME)
     deferred, running, failed = (
@@ -509,7 +510,7 @@ def test_a_changed_input_never_runs() -> None:
     with pytest.raises(InvalidInput):
         receipts.retry_atomically(failed.id, context(failed.idempotency_key), lambda _: "1")
     assert store.retry_claim(failed.id, failed.lease_epoch, "x", 30) is None
-    for job_id in (pending.id, parked.id, deferred.id):
+    for job_id in (parked.id, deferred.id):
         assert read(job_id).ownership == "legacy-unknown"
         assert "do not match" in (read(job_id).diagnostic or "")
     for job_id in (job_of(running).id, failed.id):
