@@ -304,7 +304,8 @@ def joined(using: str, *, timeout: float | None = None) -> Iterator[BaseDatabase
 
 def is_locked(error: BaseException) -> bool:
     """Whether SQLite said that somebody else holds the file."""
-    if not isinstance(error, OperationalError):
+    # PostgreSQL says "blocked by process …" of a deadlock, with a state of its own.
+    if not isinstance(error, OperationalError) or sqlstate(error):
         return False
     text = str(error)
     return "locked" in text or "busy" in text
