@@ -104,8 +104,9 @@ def among(wanted: Phase, now: datetime, pauses: Collection[Pause] = ()) -> Q:
         case Phase.FAILED | Phase.PARKED:
             return Q(status=Status.FAILED, parked_at__isnull=wanted is Phase.FAILED)
         case Phase.STUCK:
-            live = Q(status__in=[Status.HELD, Status.PENDING, Status.RUNNING])
-            return owned | cancelling | (live & Q(mirror_attempts__gte=MIRROR_STUCK_AFTER))
+            # Each part has a partial index: what is claimable, running, or to be cancelled.
+            failing = Q(next_run_at__isnull=False, mirror_attempts__gte=MIRROR_STUCK_AFTER)
+            return owned | cancelling | failing
         case Phase.STOPPING:
             return cancelling
         case Phase.RUNNING:
