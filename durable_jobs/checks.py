@@ -45,7 +45,15 @@ _SORTS: Final[dict[str, tuple[type[Error | Warning], str]]] = {
 
 def register() -> None:
     """Register every check; for `AppConfig.ready`."""
-    for check in (check_settings, check_scopes, check_users, check_time_zone, check_kinds, check_commands, check_database):
+    for check in (
+        check_settings,
+        check_scopes,
+        check_users,
+        check_time_zone,
+        check_kinds,
+        check_commands,
+        check_database,
+    ):
         checks.register(check, TAG)
     checks.register(check_running_database, TAG, Tags.database)
 
