@@ -162,6 +162,9 @@ class Config:
         0.005, number(0.001, 60), "Seconds between two looks at whether a SQLite file has changed."
     )
     DRAIN_TIMEOUT = Setting(25.0, number(0, 86_400), "Seconds that a stopping worker waits for its slices.")
+    START_TIMEOUT = Setting(
+        60.0, number(0.5, 3_600), "Seconds in which a process of `--processes` must begin to claim."
+    )
     UNKNOWN_KIND_GRACE = Setting(
         86_400.0, number(0, 31 * 86_400), "Seconds that a job of a kind unknown here is left alone."
     )

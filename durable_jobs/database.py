@@ -11,6 +11,7 @@ import enum
 import json
 import logging
 import re
+import sqlite3
 import threading
 import time
 import uuid
@@ -309,12 +310,15 @@ def is_locked(error: BaseException) -> bool:
     return "locked" in text or "busy" in text
 
 
-_LOST_STATES = ("08", "57P01", "57P02", "57P03", "57P05", "53300", "25006", "25P03")
+_LOST_STATES = (
+    "08", "57P01", "57P02", "57P03", "57P05", "53100", "53300", "53400", "58000", "58030", "25006", "25P03",
+)  # fmt: skip
+_SQLITE_AWAY = ("disk I/O error", "disk is full", "readonly database", "unable to open database file")
 _RETRY_STATES = ("40001", "40P01", "55P03")
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether the database, not the statement, is at fault: unreachable, restarting, read-only, locked.
+    """Whether the database, not the statement, is at fault: unreachable, restarting, read-only, full, locked.
 
     Such an error says nothing about the job: it is retried, and never taken for a failure of the work or
     for a lost lease.
@@ -326,6 +330,8 @@ def is_outage(error: BaseException) -> bool:
     state = sqlstate(error)
     if state:
         return state.startswith(_LOST_STATES)
+    if isinstance(error.__cause__, sqlite3.Error):
+        return any(words in str(error) for words in _SQLITE_AWAY)
     # Without a state the server never answered: the connection could not be made or was cut.
     return isinstance(error, OperationalError) and "psycopg" in type(error.__cause__).__module__
 

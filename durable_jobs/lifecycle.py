@@ -127,13 +127,15 @@ def redrive(kind: Kind, job_id: UUID, epoch: int, transition: Transition, record
             job = transition()
             if job is None:
                 return None
+            committed = _Committed(using, partial(_after_redrive, kind, job))
             if kind.has_transition_hook:
                 _require_agreement(job, kind.on_redrive(job), "on_redrive")
             record(job)
-            transaction.on_commit(partial(_after_redrive, kind, job), using=using, robust=True)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
+        if job is not None and committed:
+            return _despite(error, job)
         if job is None or _is_outage(error, using, raw):
             raise
         _count_failed_hook(job, epoch, error)
@@ -151,18 +153,44 @@ def _end(kind: Kind | None, transition: Transition, event: str, record: Record |
             job = transition()
             if job is None:
                 return None
+            committed = _Committed(using, partial(_after_end, kind, job, event))
             if kind is not None:
                 _run_hooks(kind, job)
             if record is not None:
                 record(job)
-            transaction.on_commit(partial(_after_end, kind, job, event), using=using, robust=True)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
+        if job is not None and committed:
+            return _despite(error, job)
         if job is None or _is_outage(error, using, raw):
             raise
         _count_failed_hook(job, job.lease_epoch, error)
         raise HookFailed(job.id, job.kind, job.status, error) from error
+    return job
+
+
+class _Committed:
+    """Known the moment the transaction has committed, before any callback that a hook has registered.
+
+    Such a callback may raise out of the end of the block, when nothing can be rolled back any more.
+    """
+
+    def __init__(self, using: str, after: Callable[[], None]) -> None:
+        self._after = after
+        self._known = False
+        transaction.on_commit(self, using=using, robust=True)
+
+    def __call__(self) -> None:
+        self._known = True
+        self._after()
+
+    def __bool__(self) -> bool:
+        return self._known
+
+
+def _despite(error: BaseException, job: Job) -> Job:
+    log("commit_callback_failed", job, level=logging.ERROR, error=error)
     return job
 
 

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 
 from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from durable_jobs import database, jsontext, kinds, lifecycle, signals, store
 from durable_jobs.conf import config
@@ -210,11 +210,14 @@ class SliceContext:
         if self._noted is not None:
             raise TransactionOwned("ctx.fenced()")
         hold, begun = self._hold, time.monotonic()
+        committed = threading.Event()
         hold.in_fence = True
         try:
             with database.transaction(self.alias, what="ctx.fenced()"):
                 if not store.lock_fence(self.lease, self._fence_idle_seconds()):
                     raise self._lost()
+                # First of all, so that it is known when a callback of the block's raises after the commit.
+                transaction.on_commit(committed.set, using=self.alias)
                 self._noted = noted = _Noted(counts=self._unwritten)
                 yield
                 requested = store.write_checkpoint(self.lease, noted.checkpoint, noted.counts)
@@ -223,7 +226,9 @@ class SliceContext:
         except BaseException as error:
             self._noted = None
             hold.in_fence = False
-            if not isinstance(error, LeaseLost):
+            if committed.is_set():
+                self._committed(noted.checkpoint, noted.counts, bool(requested))
+            elif not isinstance(error, LeaseLost):
                 self._beat()
             raise
         self._noted = None

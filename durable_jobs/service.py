@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -17,7 +18,7 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 from uuid import UUID
 
-from django.db import OperationalError, router, transaction
+from django.db import IntegrityError, OperationalError, router, transaction
 from django.db.models import Model
 
 from durable_jobs import database, jsontext, kinds, lifecycle, reconciler, signals, store, transports
@@ -161,7 +162,11 @@ def start_many(rows: Iterable[Mapping[str, Any]]) -> list[Started | DurableJobsE
     ready.sort(key=lambda one: _lock_order(one[1].new))
     for begin in range(0, len(ready), MANY):
         part = ready[begin : begin + MANY]
-        inserted = store.insert_many([one.new for _, one in part])
+        try:
+            with _refusing_deleted_users(None):
+                inserted = store.insert_many([one.new for _, one in part])
+        except InvalidInput:
+            inserted = {}  # one by one, so that the others need not suffer for it
         _announce([(one.kind, inserted[one.new.id]) for _, one in part if one.new.id in inserted])
         for number, one in part:
             job = inserted.get(one.new.id)
@@ -403,7 +408,8 @@ def _start(ready: _Ready) -> Started:
     if earlier is not None:
         return earlier
     for _ in range(ATTEMPTS_AT_A_FREED_KEY):
-        job = store.insert(ready.new)
+        with _refusing_deleted_users(ready.new.created_by):
+            job = store.insert(ready.new)
         if job is not None:
             _announce([(ready.kind, job)])
             return Started(job, True)
@@ -415,6 +421,19 @@ def _start(ready: _Ready) -> Started:
     raise DurableJobsError(
         f"Job {ready.new.id} was not inserted, and no key explains it: its id exists already."
     )
+
+
+@contextmanager
+def _refusing_deleted_users(user_id: Any) -> Iterator[None]:
+    """The user is the one row that a new job points to; in a caller's transaction its commit is the judge."""
+    try:
+        yield
+    except IntegrityError as error:
+        if "foreign key" not in str(error).lower():
+            raise
+        raise InvalidInput(
+            "created_by", user_id, "is a user that has been deleted", "Pass a saved user, or None."
+        ) from error
 
 
 def _answer(ready: _Ready) -> Started | DurableJobsError:

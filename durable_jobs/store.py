@@ -626,9 +626,11 @@ _SETTLE = _statement("""
             OR c.lease_expires_at < {before :grace}))) {skip_locked})
     RETURNING {columns}""")
 
+# The savepoint's rollback has freed the row, and a caller's transaction may hold more: it must not wait here.
 _BUMP_MIRROR = _statement("""
     UPDATE {job} SET mirror_attempts = mirror_attempts + 1
-    WHERE id = :id AND status IN ('held', 'pending', 'running', 'failed') AND lease_epoch = :epoch""")
+    WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.lease_epoch = :epoch
+        AND c.status IN ('held', 'pending', 'running', 'failed') {skip_locked})""")
 _SET_DELIVERY = _statement("""
     UPDATE {job} SET queue_job_id = :queue_job_id
     WHERE id = :id AND continuation_seq = :seq AND redrives = :redrives AND finished_at IS NULL""")
@@ -1216,7 +1218,10 @@ def settle(job_id: UUID, *, scope: Scope | None, grace: float) -> Job | None:
 
 
 def bump_mirror_attempts(job_id: UUID, epoch: int) -> bool:
-    """Count a failed hook, on the connection whose savepoint has just been rolled back."""
+    """Count a failed hook, on the connection whose savepoint has just been rolled back.
+
+    Never waits: on a row that somebody has taken since, it is not counted.
+    """
     connection = database.connection()
     return _BUMP_MIRROR.count(connection, id=job_id, epoch=epoch) > 0
 

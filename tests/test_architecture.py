@@ -35,6 +35,7 @@ LAYERS = (
         "access",
     ),
     ("worker", "admin", "rest", "tasks", "checks", "metrics", "telemetry", "health", "templatetags"),
+    ("supervisor",),
     ("management", "testing"),
     ("apps",),
 )

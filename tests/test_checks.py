@@ -283,6 +283,12 @@ class TestProjects:
         memory = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}}
         assert project.check(f"DATABASES = {memory!r}", databases=["default"]) == {}
 
+    def test_e011_a_zone_of_the_file_itself(self, project):
+        settings = f"DATABASES = {SQLITE!r}\nDATABASES['default']['OPTIONS'] = {GOOD_OPTIONS!r}"
+        found = project.check(f"{settings}\nDATABASES['default']['TIME_ZONE'] = 'Asia/Kathmandu'")
+        assert set(found) == {"durable_jobs.E011"} and "Asia/Kathmandu" in found["durable_jobs.E011"]
+        assert project.check(f"{settings}\nDATABASES['default']['TIME_ZONE'] = 'UTC'") == {}
+
     def test_w006_a_journal_mode_that_is_set_and_set_back(self, project):
         options = {**GOOD_OPTIONS, "init_command": "PRAGMA journal_mode=WAL; PRAGMA journal_mode=DELETE;"}
         settings = f"DATABASES = {SQLITE!r}\nDATABASES['default']['OPTIONS'] = {options!r}"
@@ -467,15 +473,15 @@ class TestScopes:
             ("tests.test_checks.SQLITE", "cannot be called"),
         ],
     )
-    def test_e011_a_function_that_is_not_there(self, name, path, problem):
+    def test_e012_a_function_that_is_not_there(self, name, path, problem):
         with override_settings(DURABLE_JOBS={name: path}):
-            [error] = told("durable_jobs.E011")
+            [error] = told("durable_jobs.E012")
         assert f"DURABLE_JOBS['{name}'] is '{path}', which {problem}" in error.msg
 
     @pytest.mark.parametrize("function", [None, len, "durable_jobs.access.scope_of"])
     def test_a_function_that_is_there(self, function):
         with override_settings(DURABLE_JOBS={"SCOPE_FROM_REQUEST": function}):
-            assert told("durable_jobs.E011") == []
+            assert told("durable_jobs.E012") == []
 
 
 class TestPage:

@@ -21,7 +21,7 @@ from tests.store import rows
 from tests.store.conftest import no_users_remembered  # noqa: F401
 
 NOW = datetime(2026, 3, 1, 3, 0, tzinfo=UTC)
-on_the_database = pytest.mark.django_db(transaction=True)
+on_the_database = pytest.mark.django_db
 
 
 class Known(Kind):

@@ -305,6 +305,17 @@ class TestTheDoor:
     def test_an_unsaved_user_is_refused(self) -> None:
         refused("E_JOB_INPUT_INVALID", service.start, KIND, created_by=unsaved_user())
 
+    def test_a_user_deleted_meanwhile_is_refused(self, anna: Any) -> None:
+        """The object of a request outlives its row; nobody else's job suffers for it."""
+        bob = get_user_model().objects.create_user("bob")
+        get_user_model().objects.filter(pk=anna.pk).delete()
+        error = refused("E_JOB_INPUT_INVALID", service.start, KIND, created_by=anna)
+        assert error.field == "created_by"
+        rows = [{"kind": KIND, "input": n, "created_by": user} for n, user in enumerate([bob, anna, None])]
+        answers = start_many(rows)
+        assert [type(answer).__name__ for answer in answers] == ["Started", "InvalidInput", "Started"]
+        assert [job.input for job in Job.objects.order_by("id")] == [0, 2]
+
     def test_a_deleted_subject_is_refused(self) -> None:
         shipment = Shipment.objects.create()
         shipment.delete()
@@ -1201,6 +1212,13 @@ class TestRedrive:
         job = make_job(status, kind=KIND)
         error = refused("not_redrivable", service.redrive, job.id, force=force)
         assert isinstance(error, NotRedrivable) and error.status == status
+
+    @pytest.mark.parametrize("status", ["completed", "cancelled"])
+    def test_a_finished_job_is_not_redrivable_whoever_holds_its_key(self, status: str) -> None:
+        """B107: "held by another" would promise a later success."""
+        job = make_job(status, kind=KIND, lock_key="l")
+        start(kinds_class(), lock_key="l")
+        refused("not_redrivable", service.redrive, job.id, force=True)
 
     def test_a_lease_past_the_grace_is_redrivable(self) -> None:
         """B106, B114"""
