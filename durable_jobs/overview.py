@@ -73,22 +73,23 @@ class Counts:
     ended: dict[str, dict[str, Bounded]]
 
 
-def counts(where: Q | None = None) -> Counts:
-    """Count; `where` narrows the jobs, to a scope for example."""
+def counts(where: Q | None = None, *, most: int | None = None) -> Counts:
+    """Count, up to `most` each (default: `MOST`); `where` narrows the jobs, to a scope for example."""
     now, within = store.now(), where or Q()
+    most = MOST if most is None else most
     live = {
-        "waiting": _count(Q(status=Status.PENDING, next_run_at__lte=now) & within),
-        "scheduled": _count(Q(status=Status.PENDING, next_run_at__gt=now) & within),
-        "retrying": _count(Q(status=Status.RUNNING, next_run_at__isnull=False) & within),
-        "running": _count(Q(status=Status.RUNNING, lease_owner__isnull=False) & within),
-        "stopping": _count(Q(cancel_requested_at__isnull=False, finished_at__isnull=True) & within),
-        "stuck": Bounded(len(stuck_jobs(now, limit=MOST, where=within))),
-        "failed": _count(Q(status=Status.FAILED, parked_at__isnull=True) & within),
-        "parked": _count(Q(status=Status.FAILED, parked_at__isnull=False) & within),
+        "waiting": _count(Q(status=Status.PENDING, next_run_at__lte=now) & within, most),
+        "scheduled": _count(Q(status=Status.PENDING, next_run_at__gt=now) & within, most),
+        "retrying": _count(Q(status=Status.RUNNING, next_run_at__isnull=False) & within, most),
+        "running": _count(Q(status=Status.RUNNING, lease_owner__isnull=False) & within, most),
+        "stopping": _count(Q(cancel_requested_at__isnull=False, finished_at__isnull=True) & within, most),
+        "stuck": _bounded(len(stuck_jobs(now, limit=most + 1, where=within)), most),
+        "failed": _count(Q(status=Status.FAILED, parked_at__isnull=True) & within, most),
+        "parked": _count(Q(status=Status.FAILED, parked_at__isnull=False) & within, most),
     }
     ended = {
         label: {
-            status: _count(Q(status=status, finished_at__gte=now - window) & within)
+            status: _count(Q(status=status, finished_at__gte=now - window) & within, most)
             for status in (Status.COMPLETED.value, Status.FAILED.value, Status.CANCELLED.value)
         }
         for label, window in WINDOWS.items()
@@ -131,9 +132,13 @@ def _jobs() -> Any:
     return Job.objects.using(database.alias())
 
 
-def _count(condition: Q) -> Bounded:
-    number = _jobs().filter(condition).order_by()[: MOST + 1].count()
-    return Bounded(min(number, MOST), number > MOST)
+def _count(condition: Q, most: int | None = None) -> Bounded:
+    most = MOST if most is None else most
+    return _bounded(_jobs().filter(condition).order_by()[: most + 1].count(), most)
+
+
+def _bounded(number: int, most: int) -> Bounded:
+    return Bounded(min(number, most), number > most)
 
 
 def _failures(since: datetime) -> list[tuple[str, str, Bounded]]:

@@ -94,19 +94,21 @@ class JobFilter(django_filters.FilterSet):
         model = Job
         fields: tuple[str, ...] = ()
 
-    INDEXED = frozenset(
+    INDEXED_STATES = frozenset(
         (
-            "subject_type",
-            "subject_id",
-            "lock_key",
-            "error_type",
-            "error_code",
-            "finished_since",
-            "finished_before",
+            "pending",
+            "running",
+            "failed",
+            "scheduled",
+            "waiting",
+            "paused",
+            "retrying",
+            "stopping",
+            "stuck",
+            "parked",
         )
     )
-    """Filters that an index serves, or that hold for few rows; of status and phase it depends on the value."""
-    UNINDEXED_STATES = frozenset(("held", "completed", "cancelled"))
+    """Values of status and phase that a partial index serves, or that few rows have."""
 
     def judged_later(self, queryset: Any, name: str, value: str) -> Any:
         """All of them: the phase needs the database's time, which was read once for the whole answer."""
@@ -127,10 +129,7 @@ class JobFilter(django_filters.FilterSet):
     def is_indexed(self) -> bool:
         """Whether an index finds these jobs; others are looked for among so many jobs at a time."""
         given = self.given
-        state = given.get("phase") or given.get("status")
-        return bool(self.INDEXED.intersection(given)) or (
-            state is not None and state not in self.UNINDEXED_STATES
-        )
+        return "subject_type" in given or (given.get("phase") or given.get("status")) in self.INDEXED_STATES
 
     @classmethod
     def checked(cls, parameters: QueryDict, queryset: Any, **options: Any) -> JobFilter:

@@ -113,7 +113,11 @@ class Reading:
                 rows = rows.filter(self._up_to(floor, backwards))
         if self.judge is None:
             return list(rows[: size + 1]), stop
-        judged = list(rows[:JUDGED])
+        # Most rows belong: a few more than fit are enough, as a rule.
+        first = min(2 * size + 20, JUDGED)
+        judged = list(rows[:first])
+        if len(judged) == first and sum(map(self.judge, judged)) <= size:
+            judged += list(rows[first:JUDGED])
         if len(judged) == JUDGED:
             stop = Place.of(judged[-1], backwards=backwards)
         return [job for job in judged if self.judge(job)][: size + 1], stop

@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from datetime import UTC
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
 from django import forms
 from django.utils.module_loading import import_string
 from rest_framework import serializers
-from rest_framework.settings import ISO_8601
 
 from durable_jobs import explain, kinds, selection
 from durable_jobs.explain import Phase, Redrivable
@@ -96,8 +95,24 @@ class Seen:
 class Moment(serializers.DateTimeField):
     """A time in UTC, whatever the project's zone and format."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(format=ISO_8601, default_timezone=UTC, **options)
+    def to_representation(self, value: datetime) -> str:
+        """By ISO 8601, with Z for the offset."""
+        return value.astimezone(UTC).isoformat().removesuffix("+00:00") + "Z"
+
+
+class Shown(serializers.Serializer):
+    """What is only shown. Reads each field straight from the object: a page has hundreds of fields."""
+
+    def to_representation(self, instance: Any) -> dict[str, Any]:
+        """The fields by name."""
+        made: dict[str, Any] = {}
+        for field in self._readable_fields:
+            if field.source == "*":
+                made[field.field_name] = field.to_representation(instance)
+                continue
+            value = getattr(instance, field.source)
+            made[field.field_name] = None if value is None else field.to_representation(value)
+        return made
 
 
 class Key(serializers.CharField):
@@ -151,7 +166,7 @@ class Body(serializers.Serializer):
 # --- jobs -----------------------------------------------------------------------------------------------
 
 
-class JobSerializer(serializers.Serializer):
+class JobSerializer(Shown):
     """A job in a list: no input, checkpoint, result, message or traceback."""
 
     id = serializers.UUIDField()
@@ -266,7 +281,7 @@ class JobDetailSerializer(JobSerializer):
         return kinds.mask(seen.known, seen.job.result)
 
 
-class JobStatusSerializer(serializers.Serializer):
+class JobStatusSerializer(Shown):
     """A job for the user who started it: how far it is, in words and numbers, and what came of it."""
 
     id = serializers.UUIDField()
@@ -296,7 +311,7 @@ class ExplanationSerializer(serializers.Serializer):
     reasons = ReasonSerializer(many=True)
 
 
-class JobEventSerializer(serializers.Serializer):
+class JobEventSerializer(Shown):
     """One line of a job's history; `data` only with `view_job_payload`."""
 
     id = Key()
@@ -355,7 +370,7 @@ class BoundedSerializer(serializers.Serializer):
 
 
 class CountsSerializer(serializers.Serializer):
-    """Jobs that have not ended by what they wait for, and those that ended lately; each number stops at 10,000."""
+    """Jobs that have not ended by what they wait for, and those that ended lately; each number stops at 1,000."""
 
     now = Moment()
     live = serializers.DictField(child=BoundedSerializer())
