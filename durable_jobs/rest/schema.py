@@ -28,6 +28,7 @@ from durable_jobs.rest import serializers as ours
 from durable_jobs.rest.filters import JobFilter
 
 NO_NUL = "^[^\\x00]*$"
+EMPTY_OR_NOT_BLANK = "^$|^[^\\x00]*[^\\s\\x00][^\\x00]*$"
 NOT_BLANK = "^[^\\x00]*[^\\s\\x00][^\\x00]*$"
 INSTANT_FILTERS = ("created_since", "created_before", "finished_since", "finished_before")
 
@@ -361,7 +362,11 @@ class Bodies(OpenApiSerializerExtension):
     def map_serializer(self, auto_schema: Any, direction: Any) -> dict[str, Any]:
         """The fields, and nothing besides them."""
         shape = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
-        return {**shape, "additionalProperties": False}
+        # drf-spectacular sets an empty text beside every pattern; these patterns hold for it already.
+        fields = {name: field.get("oneOf", [field])[0] for name, field in shape.get("properties", {}).items()}
+        for name in {"queue", "kind", "tenant"}.intersection(fields):
+            fields[name] = {**fields[name], "pattern": EMPTY_OR_NOT_BLANK}
+        return {**shape, "properties": fields, "additionalProperties": False}
 
 
 class Payloads(OpenApiSerializerExtension):
