@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -533,6 +533,11 @@ class Line:
         with contextlib.suppress(OSError):
             self._line.recv(1)
         stop()
+
+
+def has_checked(options: Mapping[str, Any]) -> bool:
+    """Whether the supervisor of this process has run the system checks on the same code."""
+    return VARIABLE in os.environ and not options.get("reload")
 
 
 def die_with_parent() -> None:

@@ -21,6 +21,8 @@ from tests.processes import Process, Processes
 PROVE = os.environ.get("DURABLE_JOBS_PROVE") == "1"
 """Long versions: the defaults instead of short leases, a minute instead of seconds (`make prove`)."""
 
+proof = pytest.mark.skipif(not PROVE, reason="for `make prove`: a shorter test holds the same in part")
+
 SHORT = {"DISCOVER": ["operate.kinds"], "POLL": 0.1, "TICK": 0.3, "GRACE": 0.5}
 """Settings of processes that wait for nothing longer than they must."""
 

@@ -17,6 +17,7 @@ from tests.operate.conftest import (
     history,
     holder,
     now,
+    proof,
     runs,
     start,
     wait_for,
@@ -54,6 +55,7 @@ def test_a_killed_worker_s_job_goes_on_elsewhere(start_worker: Start, figure: Ca
     assert other.wait(15) == 0, other.output
 
 
+@proof
 def test_when_every_worker_is_killed_a_fresh_one_finds_the_jobs(start_worker: Start) -> None:
     jobs = [start("patient", 1) for _ in range(4)]
     workers = [start_worker("--concurrency", "2") for _ in range(2)]
@@ -171,6 +173,7 @@ class unknown_here:
         kinds.register(self.kind)
 
 
+@proof
 def test_two_dead_rows_take_no_place_from_new_jobs(start_worker: Start) -> None:
     """Capacity is what a process runs, never what rows say (C021)."""
     dead = [start("lasting", 60) for _ in range(2)]

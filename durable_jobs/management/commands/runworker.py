@@ -13,7 +13,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from durable_jobs import database, kinds, store
 from durable_jobs.management.arguments import here
 from durable_jobs.models import MANUAL_QUEUE
-from durable_jobs.supervisor import Line, Supervisor, drain_on_change
+from durable_jobs.supervisor import Line, Supervisor, drain_on_change, has_checked
 from durable_jobs.worker import DEFAULT_CONCURRENCY, Worker, leave
 
 MOST_THREADS = 256
@@ -88,6 +88,11 @@ class Command(BaseCommand):
             action="store_true",
             help="end when nothing is due, running or waiting for a retry (what is scheduled for later may stay)",
         )
+
+    def execute(self, *args: Any, **options: Any) -> Any:
+        if has_checked(options):
+            self.requires_system_checks = []
+        return super().execute(*args, **options)
 
     def handle(self, *args: Any, **options: Any) -> None:
         log_to_stderr_by_default(options["verbosity"])
