@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from drf_spectacular.generators import SchemaGenerator
 from drf_spectacular.validation import validate_schema
 from rest_framework.routers import DefaultRouter
 
+from durable_jobs.rest.filters import JobFilter
 from durable_jobs.rest.views import JobViewSet
 from tests.postgres import ROOT
 
@@ -48,6 +50,16 @@ def test_every_operation_lists_its_refusals(schema: Any) -> None:
 def test_what_may_be_started_is_in_it(schema: Any) -> None:
     assert "409" in schema["paths"]["/api/jobs/"]["post"]["responses"]
     assert "StartBody" in schema["components"]["schemas"]
+
+
+def test_the_page_names_every_address_filter_and_right(schema: Any) -> None:
+    page = (ROOT / "docs" / "rest.md").read_text()
+    for address in schema["paths"]:
+        assert f"{address.removeprefix('/api/')}`" in page, address
+    for name in (*JobFilter.base_filters, "page_size"):
+        assert re.search(rf"`{name}`|\?{name}=", page), name
+    for right in ("view_job", "start_job", "operate_job", "pause_job", "force_redrive_job", "view_job_payload"):
+        assert f"`{right}`" in page
 
 
 def run(program: str, *blocked: str) -> None:
