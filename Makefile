@@ -10,7 +10,7 @@ ARGS ?=
 unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sqlite test-postgres prove test-wheel lint format wheel demo serve clean
+.PHONY: help install test test-sqlite test-postgres prove test-wheel test-api-fuzz bench-rest lint format wheel demo serve clean
 
 help:  ## Explain the targets
 	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
@@ -56,6 +56,16 @@ endif
 
 test-wheel: install  ## Build the package, install it into an empty project, and use it there
 	env -u DATABASE_URL $(PY) -m tests.wheel_smoke
+
+test-api-fuzz: install  ## Ask the REST API whatever its schema allows and forbids, as operator and as viewer (ARGS: --examples 50)
+	env -u DATABASE_URL $(PY) -m tests.api_fuzz $(ARGS)
+
+bench-rest: install  ## Time the REST API over a million jobs on PostgreSQL (ARGS: --jobs 100000)
+ifneq ($(filter postgres% pgsql% psql%,$(DATABASE_URL)),)
+	$(PY) -m benchmarks.rest $(ARGS)
+else
+	$(PY) -m tests.postgres run -- $(PY) -m benchmarks.rest $(ARGS)
+endif
 
 lint: install  ## Check style, types and missing migrations (needs no network)
 	$(PY) -m ruff check .

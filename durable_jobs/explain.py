@@ -7,12 +7,14 @@ with it. `explain` reads them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
 from django.db.models import Min, Q
+from django.utils.translation import gettext, gettext_noop
 
 from durable_jobs import database, kinds, store
 from durable_jobs.conf import config
@@ -275,6 +277,146 @@ def reasons(
     waiting = _of_waiting(job, kind, now)
     # "Waits for a free worker" is only true when nothing else is in the way.
     return found if found and waiting.code == "waiting" else [*found, waiting]
+
+
+# --- what an act would meet -----------------------------------------------------------------------------
+
+
+def refusal_of_cancel(job: Job) -> Reason | None:
+    """Why a cancel would be refused, with the refusal's code; None when it would be taken. Pure."""
+    if job.finished_at is not None:
+        return Reason("not_cancellable", f"It is {job.status} already.")
+    if job.cancel_requested_at is not None:
+        return Reason("cancel_requested", "Its end was requested already.", "Wait for it.")
+    return None
+
+
+def refusal_of_redrive(
+    job: Job, now: datetime, *, force: bool = False, restart: bool = False, holder: Job | None = None
+) -> Reason | None:
+    """Why a redrive would be refused, with the refusal's code; None when it would be taken. Pure.
+
+    The same conditions as the redrive's own statement, judged at `now`, the database's time. `holder` is the
+    live job that has the job's lock key.
+    """
+    kind = kinds.find(job.kind)
+    if kind is None:
+        return Reason(
+            "unknown_kind",
+            f"The kind {job.kind} is not known here.",
+            "Redrive it where its code is installed.",
+        )
+    if restart and not kind.allow_restart:
+        return Reason("restart_not_allowed", "Its kind does not allow a run from the start.")
+    if not _is_redrivable(job, now):
+        state = "has ended well" if job.status == Status.COMPLETED else f"is {job.status}"
+        return Reason("not_redrivable", f"It {state}: only what failed or lost its worker is run again.")
+    if job.verdict == Verdict.UNRECOVERABLE and not force:
+        return Reason(
+            "unrecoverable_requires_force",
+            "Running it again is expected to fail again.",
+            "Repair the cause, then force it.",
+        )
+    if holder is not None and holder.id != job.id:
+        return Reason(
+            "lock_key_held",
+            f"Job {holder.id} holds its lock key {job.lock_key}.",
+            "Wait until that job has ended, or cancel it.",
+        )
+    return None
+
+
+def refusal_of_settle(job: Job, now: datetime) -> Reason | None:
+    """Why settling without hooks would be refused; None when it would be taken. Pure."""
+    if job.finished_at is not None or not job.mirror_attempts:
+        return Reason("not_settleable", "Only a live job whose hooks keep failing is settled without them.")
+    if _is_owned(job) and not _is_expired(job, now):
+        return Reason("not_settleable", "It runs: cancel it first.")
+    return None
+
+
+def _is_redrivable(job: Job, now: datetime) -> bool:
+    if job.status == Status.FAILED:
+        return True
+    return job.status == Status.RUNNING and (not _is_owned(job) or _is_expired(job, now))
+
+
+def _is_expired(job: Job, now: datetime) -> bool:
+    if job.lease_expires_at is None:
+        return False
+    return job.lease_expires_at < now - timedelta(seconds=config.GRACE)
+
+
+class Redrivable(StrEnum):
+    """Whether a redrive would be taken: not at all, as it is, or only with force."""
+
+    NO = "no"
+    YES = "yes"
+    FORCE = "force"
+
+
+def redrivable(job: Job, now: datetime, holder: Job | None = None) -> Redrivable:
+    """What a redrive would meet at `now`, the database's time; `holder` has the job's lock key. Pure."""
+    if refusal_of_redrive(job, now, holder=holder) is None:
+        return Redrivable.YES
+    forced = refusal_of_redrive(job, now, force=True, holder=holder)
+    return Redrivable.FORCE if forced is None else Redrivable.NO
+
+
+# --- how fast it goes -----------------------------------------------------------------------------------
+
+PACE_AFTER = 10.0
+"""Seconds that a slice must have run before its speed says anything."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Items per second in the present slice, and the seconds that are left at this speed; None where unknown."""
+
+    rate: float | None = None
+    eta_seconds: int | None = None
+
+
+def pace(job: Job, now: datetime) -> Pace:
+    """How fast a running job gets on, from its counts since the claim. Pure."""
+    if not _is_owned(job) or job.claimed_at is None:
+        return Pace()
+    seconds = (now - job.claimed_at).total_seconds()
+    done = job.processed_count - job.processed_at_claim
+    if seconds < PACE_AFTER or done <= 0:
+        return Pace()
+    rate = done / seconds
+    if job.total_count is None:
+        return Pace(rate)
+    return Pace(rate, math.ceil(max(0, job.total_count - job.processed_count) / rate))
+
+
+# --- for the user who started it ------------------------------------------------------------------------
+
+_PUBLIC = {
+    Phase.HELD: gettext_noop("Waiting to be released."),
+    Phase.SCHEDULED: gettext_noop("Scheduled."),
+    Phase.WAITING: gettext_noop("Waiting to start."),
+    Phase.PAUSED: gettext_noop("Paused for the moment."),
+    Phase.RUNNING: gettext_noop("Running."),
+    Phase.RETRYING: gettext_noop("Interrupted; it goes on by itself."),
+    Phase.STOPPING: gettext_noop("Being cancelled."),
+    Phase.STUCK: gettext_noop("Not getting on at the moment."),
+    Phase.COMPLETED: gettext_noop("Finished."),
+    Phase.FAILED: gettext_noop("Failed."),
+    Phase.PARKED: gettext_noop("Stopped until somebody has looked at it."),
+    Phase.CANCELLED: gettext_noop("Cancelled."),
+}
+
+
+def public_message(job: Job, phase: Phase) -> str:
+    """What the user who started a job may read: the step's own progress message, else a sentence by phase.
+
+    Never an error's text, which shows internals.
+    """
+    if phase is Phase.RUNNING and job.progress_message:
+        return job.progress_message
+    return gettext(_PUBLIC[phase])
 
 
 # --- inside ---------------------------------------------------------------------------------------------

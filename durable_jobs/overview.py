@@ -64,39 +64,55 @@ class Stats:
     pauses: list[Pause]
 
 
-def stats() -> Stats:
-    """Count."""
-    now = store.now()
-    workers = explain.live_workers(now)
+@dataclass(frozen=True)
+class Counts:
+    """`live`: not ended, by what it waits for, and what waits for a person. `ended`: in each window, by status."""
+
+    now: datetime
+    live: dict[str, Bounded]
+    ended: dict[str, dict[str, Bounded]]
+
+
+def counts(where: Q | None = None, *, most: int | None = None) -> Counts:
+    """Count, up to `most` each (default: `MOST`); `where` narrows the jobs, to a scope for example."""
+    now, within = store.now(), where or Q()
+    most = MOST if most is None else most
     live = {
-        "waiting": _count(Q(status=Status.PENDING, next_run_at__lte=now)),
-        "scheduled": _count(Q(status=Status.PENDING, next_run_at__gt=now)),
-        "retrying": _count(Q(status=Status.RUNNING, next_run_at__isnull=False)),
-        "running": _count(Q(status=Status.RUNNING, lease_owner__isnull=False)),
-        "stopping": _count(Q(cancel_requested_at__isnull=False, finished_at__isnull=True)),
-        "stuck": Bounded(len(stuck_jobs(now, limit=MOST))),
-        "failed": _count(Q(status=Status.FAILED, parked_at__isnull=True)),
-        "parked": _count(Q(status=Status.FAILED, parked_at__isnull=False)),
+        "waiting": _count(Q(status=Status.PENDING, next_run_at__lte=now) & within, most),
+        "scheduled": _count(Q(status=Status.PENDING, next_run_at__gt=now) & within, most),
+        "retrying": _count(Q(status=Status.RUNNING, next_run_at__isnull=False) & within, most),
+        "running": _count(Q(status=Status.RUNNING, lease_owner__isnull=False) & within, most),
+        "stopping": _count(Q(cancel_requested_at__isnull=False, finished_at__isnull=True) & within, most),
+        "stuck": _bounded(len(stuck_jobs(now, limit=most + 1, where=within)), most),
+        "failed": _count(Q(status=Status.FAILED, parked_at__isnull=True) & within, most),
+        "parked": _count(Q(status=Status.FAILED, parked_at__isnull=False) & within, most),
     }
     ended = {
         label: {
-            status: _count(Q(status=status, finished_at__gte=now - window))
+            status: _count(Q(status=status, finished_at__gte=now - window) & within, most)
             for status in (Status.COMPLETED.value, Status.FAILED.value, Status.CANCELLED.value)
         }
         for label, window in WINDOWS.items()
     }
+    return Counts(now, live, ended)
+
+
+def stats() -> Stats:
+    """Count everything."""
+    counted = counts()
+    workers = explain.live_workers(counted.now)
     return Stats(
-        now=now,
-        live=live,
-        ended=ended,
-        failures=_failures(now - WINDOWS["24 h"]),
-        queues=_queues(now, workers),
+        now=counted.now,
+        live=counted.live,
+        ended=counted.ended,
+        failures=_failures(counted.now - WINDOWS["24 h"]),
+        queues=_queues(counted.now, workers),
         workers=workers,
         pauses=list(Pause.objects.using(database.alias()).order_by("id")),
     )
 
 
-def stuck_jobs(now: datetime, *, limit: int, slack: float = 0.0) -> list[Job]:
+def stuck_jobs(now: datetime, *, limit: int, slack: float = 0.0, where: Q | None = None) -> list[Job]:
     """Jobs that do not get on by themselves, oldest first; `slack` seconds are still given to lease and cancel."""
     moment = now - timedelta(seconds=slack)
     found: dict[UUID, Job] = {}
@@ -105,7 +121,7 @@ def stuck_jobs(now: datetime, *, limit: int, slack: float = 0.0) -> list[Job]:
         Q(status=Status.RUNNING),
         Q(cancel_requested_at__isnull=False, finished_at__isnull=True) & ~Q(status=Status.RUNNING),
     ):
-        jobs = _jobs().filter(condition).exclude(queue_name=MANUAL_QUEUE).order_by()
+        jobs = _jobs().filter(condition & (where or Q())).exclude(queue_name=MANUAL_QUEUE).order_by()
         for job in jobs.defer(*LARGE_COLUMNS)[:MOST]:
             if explain.phase(job, moment) is explain.Phase.STUCK:
                 found[job.id] = job
@@ -116,9 +132,13 @@ def _jobs() -> Any:
     return Job.objects.using(database.alias())
 
 
-def _count(condition: Q) -> Bounded:
-    number = _jobs().filter(condition).order_by()[: MOST + 1].count()
-    return Bounded(min(number, MOST), number > MOST)
+def _count(condition: Q, most: int | None = None) -> Bounded:
+    most = MOST if most is None else most
+    return _bounded(_jobs().filter(condition).order_by()[: most + 1].count(), most)
+
+
+def _bounded(number: int, most: int) -> Bounded:
+    return Bounded(min(number, most), number > most)
 
 
 def _failures(since: datetime) -> list[tuple[str, str, Bounded]]:

@@ -7,7 +7,7 @@ acted on in a transaction of its own, with its hooks: what is refused stays as i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
@@ -19,7 +19,7 @@ from django.db.models import Count, Q
 from durable_jobs import database, explain, service, store
 from durable_jobs.exceptions import DurableJobsError
 from durable_jobs.explain import Phase
-from durable_jobs.models import Job, Pause, Status
+from durable_jobs.models import LIVE, Job, Pause, Scope, Status
 from durable_jobs.service import ALL_SCOPES
 
 PAGE: Final = 200
@@ -94,6 +94,14 @@ class Selection:
     def matches(self, job: Job, now: datetime, pauses: list[Pause]) -> bool:
         """Whether a job that `where` has found is in the phase that was asked for."""
         return self.phase is None or explain.phase(job, now, pauses) is self.phase
+
+
+def in_scopes(scopes: Collection[Scope]) -> Q:
+    """A condition that holds for the rows of these scopes."""
+    condition = Q(pk__in=[])
+    for scope in scopes:
+        condition |= Q(tenant_id=scope.tenant, organization_id=scope.organization)
+    return condition
 
 
 @dataclass(frozen=True)
@@ -243,3 +251,15 @@ def redriving(
 def cancelling(**options: Any) -> Act:
     """Ask each to end."""
     return lambda job_id, number: service.cancel(job_id, scope=ALL_SCOPES, **options)
+
+
+# --- what acting would meet -----------------------------------------------------------------------------
+
+
+def holders(jobs: Collection[Job]) -> dict[tuple[str | None, Scope], Job]:
+    """The live jobs that hold the lock keys of these, by key and scope: one query."""
+    keys = {job.lock_key for job in jobs if job.lock_key is not None}
+    if not keys:
+        return {}
+    live = Job.objects.using(database.alias()).filter(lock_key__in=keys, status__in=LIVE)
+    return {(job.lock_key, job.scope): job for job in live.defer(*LARGE_COLUMNS)}

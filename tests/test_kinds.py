@@ -217,6 +217,8 @@ class TestRefusals:
             ({"required_permissions": "auth.add_user"}, "is not a tuple of texts"),
             ({"required_permissions": ("add_user",)}, "is not a permission"),
             ({"input_form": forms.Form()}, "is not a form class"),
+            ({"input_serializer": forms.Form()}, "is neither a class nor a dotted path"),
+            ({"input_serializer": "Input"}, "is neither a class nor a dotted path"),
             ({"mirror": "tests.Shipment"}, "is not a StatusMirror"),
         ],
     )
