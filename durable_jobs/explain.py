@@ -246,6 +246,74 @@ def reasons(
     return found if found and waiting.code == "waiting" else [*found, waiting]
 
 
+# --- what an act would meet -----------------------------------------------------------------------------
+
+
+def refusal_of_cancel(job: Job) -> Reason | None:
+    """Why a cancel would be refused, with the refusal's code; None when it would be taken. Pure."""
+    if job.finished_at is not None:
+        return Reason("not_cancellable", f"It is {job.status} already.")
+    if job.cancel_requested_at is not None:
+        return Reason("cancel_requested", "Its end was requested already.", "Wait for it.")
+    return None
+
+
+def refusal_of_redrive(
+    job: Job, now: datetime, *, force: bool = False, restart: bool = False, holder: Job | None = None
+) -> Reason | None:
+    """Why a redrive would be refused, with the refusal's code; None when it would be taken. Pure.
+
+    The same conditions as the redrive's own statement, judged at `now`, the database's time. `holder` is the
+    live job that has the job's lock key.
+    """
+    kind = kinds.find(job.kind)
+    if kind is None:
+        return Reason(
+            "unknown_kind",
+            f"The kind {job.kind} is not known here.",
+            "Redrive it where its code is installed.",
+        )
+    if restart and not kind.allow_restart:
+        return Reason("restart_not_allowed", "Its kind does not allow a run from the start.")
+    if not _is_redrivable(job, now):
+        state = "has ended well" if job.status == Status.COMPLETED else f"is {job.status}"
+        return Reason("not_redrivable", f"It {state}: only what failed or lost its worker is run again.")
+    if job.verdict == Verdict.UNRECOVERABLE and not force:
+        return Reason(
+            "unrecoverable_requires_force",
+            "Running it again is expected to fail again.",
+            "Repair the cause, then force it.",
+        )
+    if holder is not None and holder.id != job.id:
+        return Reason(
+            "lock_key_held",
+            f"Job {holder.id} holds its lock key {job.lock_key}.",
+            "Wait until that job has ended, or cancel it.",
+        )
+    return None
+
+
+def refusal_of_settle(job: Job, now: datetime) -> Reason | None:
+    """Why settling without hooks would be refused; None when it would be taken. Pure."""
+    if job.finished_at is not None or not job.mirror_attempts:
+        return Reason("not_settleable", "Only a live job whose hooks keep failing is settled without them.")
+    if _is_owned(job) and not _is_expired(job, now):
+        return Reason("not_settleable", "It runs: cancel it first.")
+    return None
+
+
+def _is_redrivable(job: Job, now: datetime) -> bool:
+    if job.status == Status.FAILED:
+        return True
+    return job.status == Status.RUNNING and (not _is_owned(job) or _is_expired(job, now))
+
+
+def _is_expired(job: Job, now: datetime) -> bool:
+    if job.lease_expires_at is None:
+        return False
+    return job.lease_expires_at < now - timedelta(seconds=config.GRACE)
+
+
 # --- inside ---------------------------------------------------------------------------------------------
 
 
