@@ -122,7 +122,7 @@ class Selection:
         ended = self.phase in (Phase.COMPLETED, Phase.CANCELLED) or self.status in ("completed", "cancelled")
         if any(value is not None for value in (self.ids, self.subject, self.lock_key, self.idempotency_key)):
             return True
-        if self.unended or (self.status or self.phase) is not None and not ended:
+        if self.unended or ((self.status or self.phase) is not None and not ended):
             return True
         return any(
             value is not None
@@ -202,13 +202,15 @@ class Listed:
     searched: int | None = None
 
 
-def listed(selection: Selection, look: Look, *, limit: int, after: Place | None = None) -> Listed:
-    """A page of jobs, newest first; large columns are left out.
+def listed(
+    selection: Selection, look: Look, *, limit: int, after: Place | None = None, also: Q | None = None
+) -> Listed:
+    """A page of jobs, newest first; large columns are left out. `also` is a further condition without an index.
 
     Never reads more than `WINDOW` rows for what no index finds: then the page may be short, or empty, and the
     search goes on from `next`.
     """
-    if selection.is_indexed:
+    if selection.is_indexed and also is None:
         found = list(
             islice(
                 _read(selection, look, descending=True, after=after and after.id, page=limit + 1), limit + 1
@@ -222,9 +224,9 @@ def listed(selection: Selection, look: Look, *, limit: int, after: Place | None 
     order = ("-created_at", "-id") if by_time else ("-id",)
     window = _beyond(within.order_by(*order), after, by_time=by_time)
     floor = None
-    if not selection.is_empty:
+    if not selection.is_empty or also is not None:
         floor = window.only("id", "created_at")[WINDOW - 1 : WINDOW].first()
-    rows = window.filter(condition).defer(*LARGE_COLUMNS)
+    rows = window.filter(condition, also or Q()).defer(*LARGE_COLUMNS)
     if floor is not None:
         rows = _down_to(rows, _place(floor), by_time=by_time)
     found = [job for job in rows[: limit + 1] if selection.matches(job, look.now, look.pauses)]
