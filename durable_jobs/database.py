@@ -229,7 +229,12 @@ def transaction(
         except BaseException as error:
             block.__exit__(type(error), error, error.__traceback__)
             raise
+        # What runs after the commit may write, or take its time: not while the others wait for this turn.
+        after_commit, connection.run_on_commit = connection.run_on_commit, []
         block.__exit__(None, None, None)
+    if after_commit:
+        connection.run_on_commit = after_commit
+        connection.run_and_clear_commit_hooks()
 
 
 def _begin_immediate(connection: Any, using: str, deadline: float, urgent: bool) -> OwnAtomic:

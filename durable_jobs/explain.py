@@ -7,12 +7,14 @@ with it. `explain` reads them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
 from django.db.models import Min, Q
+from django.utils.translation import gettext, gettext_noop
 
 from durable_jobs import database, kinds, store
 from durable_jobs.conf import config
@@ -102,8 +104,9 @@ def among(wanted: Phase, now: datetime, pauses: Collection[Pause] = ()) -> Q:
         case Phase.FAILED | Phase.PARKED:
             return Q(status=Status.FAILED, parked_at__isnull=wanted is Phase.FAILED)
         case Phase.STUCK:
-            live = Q(status__in=[Status.HELD, Status.PENDING, Status.RUNNING])
-            return owned | cancelling | (live & Q(mirror_attempts__gte=MIRROR_STUCK_AFTER))
+            # Each part has a partial index: what is claimable, running, or to be cancelled.
+            failing = Q(next_run_at__isnull=False, mirror_attempts__gte=MIRROR_STUCK_AFTER)
+            return owned | cancelling | failing
         case Phase.STOPPING:
             return cancelling
         case Phase.RUNNING:
@@ -312,6 +315,78 @@ def _is_expired(job: Job, now: datetime) -> bool:
     if job.lease_expires_at is None:
         return False
     return job.lease_expires_at < now - timedelta(seconds=config.GRACE)
+
+
+class Redrivable(StrEnum):
+    """Whether a redrive would be taken: not at all, as it is, or only with force."""
+
+    NO = "no"
+    YES = "yes"
+    FORCE = "force"
+
+
+def redrivable(job: Job, now: datetime, holder: Job | None = None) -> Redrivable:
+    """What a redrive would meet at `now`, the database's time; `holder` has the job's lock key. Pure."""
+    if refusal_of_redrive(job, now, holder=holder) is None:
+        return Redrivable.YES
+    forced = refusal_of_redrive(job, now, force=True, holder=holder)
+    return Redrivable.FORCE if forced is None else Redrivable.NO
+
+
+# --- how fast it goes -----------------------------------------------------------------------------------
+
+PACE_AFTER = 10.0
+"""Seconds that a slice must have run before its speed says anything."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Items per second in the present slice, and the seconds that are left at this speed; None where unknown."""
+
+    rate: float | None = None
+    eta_seconds: int | None = None
+
+
+def pace(job: Job, now: datetime) -> Pace:
+    """How fast a running job gets on, from its counts since the claim. Pure."""
+    if not _is_owned(job) or job.claimed_at is None:
+        return Pace()
+    seconds = (now - job.claimed_at).total_seconds()
+    done = job.processed_count - job.processed_at_claim
+    if seconds < PACE_AFTER or done <= 0:
+        return Pace()
+    rate = done / seconds
+    if job.total_count is None:
+        return Pace(rate)
+    return Pace(rate, math.ceil(max(0, job.total_count - job.processed_count) / rate))
+
+
+# --- for the user who started it ------------------------------------------------------------------------
+
+_PUBLIC = {
+    Phase.HELD: gettext_noop("Waiting to be released."),
+    Phase.SCHEDULED: gettext_noop("Scheduled."),
+    Phase.WAITING: gettext_noop("Waiting to start."),
+    Phase.PAUSED: gettext_noop("Paused for the moment."),
+    Phase.RUNNING: gettext_noop("Running."),
+    Phase.RETRYING: gettext_noop("Interrupted; it goes on by itself."),
+    Phase.STOPPING: gettext_noop("Being cancelled."),
+    Phase.STUCK: gettext_noop("Not getting on at the moment."),
+    Phase.COMPLETED: gettext_noop("Finished."),
+    Phase.FAILED: gettext_noop("Failed."),
+    Phase.PARKED: gettext_noop("Stopped until somebody has looked at it."),
+    Phase.CANCELLED: gettext_noop("Cancelled."),
+}
+
+
+def public_message(job: Job, phase: Phase) -> str:
+    """What the user who started a job may read: the step's own progress message, else a sentence by phase.
+
+    Never an error's text, which shows internals.
+    """
+    if phase is Phase.RUNNING and job.progress_message:
+        return job.progress_message
+    return gettext(_PUBLIC[phase])
 
 
 # --- inside ---------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def stuck_jobs(now: datetime, *, limit: int, slack: float = 0.0, among: Q = EVER
         Q(status=Status.RUNNING),
         Q(cancel_requested_at__isnull=False, finished_at__isnull=True) & ~Q(status=Status.RUNNING),
     ):
-        jobs = _jobs().filter(condition, among).exclude(queue_name=MANUAL_QUEUE).order_by("id")
+        jobs = _jobs().filter(condition, among).exclude(queue_name=MANUAL_QUEUE).order_by()
         for job in jobs.defer(*LARGE_COLUMNS)[:MOST]:
             if explain.phase(job, moment) is explain.Phase.STUCK:
                 found[job.id] = job
@@ -338,7 +338,7 @@ def worker_health(silent: float = PROBED_AFTER) -> Health:
 
 
 def _unreachable(error: Exception) -> Check:
-    problem = " ".join(str(error).split())
+    problem = " ".join(str(error).split()).rstrip(".?")
     way_out = "Is it running, and is it migrated? (manage.py migrate)"
     return Check("database", False, f"The database {database.alias()!r} fails: {problem}.", way_out)
 

@@ -286,7 +286,7 @@ def _sync_folder(path: Path) -> None:
 
 def as_stored(row: Job | JobEvent | Model) -> dict[str, Any]:
     """Every column of a row for JSON: exact texts, ids as text, times in ISO 8601."""
-    return {field.column: getattr(row, field.attname) for field in row._meta.concrete_fields}
+    return {str(field.column): getattr(row, field.attname) for field in row._meta.concrete_fields}
 
 
 def _line(content: dict[str, Any]) -> bytes:

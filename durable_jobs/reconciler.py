@@ -12,7 +12,9 @@ the same epoch and expiry, and nothing has happened since that makes it doubt wh
 from __future__ import annotations
 
 import logging
+import os
 import random
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -416,19 +418,19 @@ class Reconciler:
 
 
 def repair_once(
-    owner: str,
     *,
     published: Callable[[Job], None] | None = None,
     batch: int = 100,
     tenant: str | None = None,
     wait: bool = True,
 ) -> Report:
-    """Two passes on behalf of `owner`, `GRACE` seconds apart, for who has no worker: the sum of what they did.
+    """Two passes, `GRACE` seconds apart, for who has no worker: the sum of what they did.
 
     `wait=False` makes the second at once: what has run out is then taken for dead, which an outage of the
     database makes a lie. `sighted` and `unknown_kind` are those of the second pass.
     """
     skipped = 0.0
+    owner = f"{socket.gethostname()[:100]}:{os.getpid()}"
     mender = Reconciler(owner, clock=lambda: time.monotonic() + skipped, published=published)
     first = mender.tick(batch=batch, tenant=tenant)
     # A little longer, because the age of a sighting is counted from the pass's beginning.

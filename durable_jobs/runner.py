@@ -168,7 +168,8 @@ class SliceContext:
     def effect_key(self, *parts: object) -> str:
         """A key for one effect outside the database, the same whichever slice, retry or restart performs it.
 
-        Give the parts that tell this effect of the job from its others. Colons and percent signs in a part
+        Give the parts that tell this effect of the job from its others. Another job for the same thing has
+        other keys: give it the same idempotency key, so that there is none. Colons and percent signs in a part
         are escaped, so that different parts give different keys.
         """
         escaped = (str(part).replace("%", "%25").replace(":", "%3A") for part in parts)
@@ -201,7 +202,8 @@ class SliceContext:
 
         It locks the job's row, runs the block, and with its end renews the lease, counts a commit and writes
         what `save_checkpoint` and `progress` noted: rows, cursor and counts commit together or not at all.
-        Keep it under a second. Raises `TransactionOwned` inside an open transaction or another fence, and
+        A commit zeroes the limits used, so open none that advances nothing: a step that commits an empty
+        fence and then fails is tried for ever. Keep it under a second. Raises `TransactionOwned` inside an open transaction or another fence, and
         `LeaseLost` when the job was taken.
         """
         _refuse_event_loop("ctx.fenced()")
@@ -471,13 +473,9 @@ class _Slice:
             )
         if job.attempts == 1:
             signals.send(signals.job_started, job)
-        answer, error, left, cut_off = self._run_step()
-        if error is not None:
-            return self._raised(error, cut_off)
-        return self._returned(answer, left)
+        return self._run_step()
 
-    def _run_step(self) -> tuple[object, BaseException | None, Leftover, bool]:
-        """The step's answer or error, what it left on the connection, and whether that was cut meanwhile."""
+    def _run_step(self) -> SliceResult:
         before = self._connection()
         answer: object = None
         error: BaseException | None = None
@@ -491,7 +489,14 @@ class _Slice:
         now = self._connection()
         replaced = now is None if before is None else now is not before
         left = self._clear()
-        return answer, error, left, replaced or left is Leftover.BROKEN
+        if error is None:
+            return self._returned(answer, left)
+        try:
+            return self._raised(error, replaced or left is Leftover.BROKEN)
+        finally:
+            # Its traceback holds this frame: with the error in it they, and all that the step had in its hands,
+            # would stay until the garbage collector comes.
+            del error
 
     def _call_step(self) -> object:
         step = self.kind.step

@@ -20,7 +20,7 @@ from uuid import UUID
 from django.db import OperationalError, router, transaction
 from django.db.models import Model
 
-from durable_jobs import database, jsontext, kinds, lifecycle, signals, store, transports
+from durable_jobs import database, jsontext, kinds, lifecycle, reconciler, signals, store, transports
 from durable_jobs.conf import config
 from durable_jobs.exceptions import (
     Busy,
@@ -51,6 +51,7 @@ __all__ = [
     "cancel",
     "get",
     "pause",
+    "reconcile",
     "redrive",
     "running_under",
     "settle_without_hooks",
@@ -380,6 +381,18 @@ def unpause(*, queue: str = "", kind: str = "", tenant: str = "", actor: Any = "
 def running_under(*, queue: str = "", kind: str = "", tenant: str = "") -> int:
     """How many matching jobs still run under a live lease: 0 when a pause has taken full effect."""
     return store.leased(**_pause_of(queue, kind, tenant))
+
+
+def reconcile(*, batch: int = 100, tenant: str | None = None, wait: bool = True) -> reconciler.Report:
+    """Repair once what ended processes left behind, as every worker does by itself; takes `GRACE` seconds.
+
+    It looks twice, because an expired lease alone is no proof of a dead worker; `wait=False` takes it for one.
+    `batch` rows are read at a time; `tenant=None` means every tenant. Raises `TransactionOwned` inside a caller's
+    transaction.
+    """
+    return reconciler.repair_once(
+        published=transports.current().publish, batch=batch, tenant=tenant, wait=wait
+    )
 
 
 # --- starting -------------------------------------------------------------------------------------------

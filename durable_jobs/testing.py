@@ -22,6 +22,7 @@ from durable_jobs.runner import run_slice as _run_slice
 from durable_jobs.store import Lease, NewJob
 
 MOST_SLICES: Final = 10_000
+MOST_FAILED_HOOKS: Final = 10
 
 _KindClass = TypeVar("_KindClass", bound=type[Kind])
 
@@ -50,16 +51,22 @@ def finish(job: Job) -> Job:
 
     For jobs that the code under test has started. No keeper and no sleeping. A slice killed by `kill_after` is
     repaired at once by its kind's orphan policy. Raises AssertionError when it has not ended after 10,000
-    slices.
+    slices, or when its hooks have failed ten times.
     """
     for _ in range(MOST_SLICES):
         current = store.get(job.id)
         if current is None or current.status not in (Status.PENDING, Status.RUNNING):
             break
         try:
-            run_slice(current)
+            result = run_slice(current)
         except Killed:
             Reconciler(_owner()).repair_dead(_owner())
+            continue
+        if result.job is not None and result.job.mirror_attempts >= MOST_FAILED_HOOKS:
+            raise AssertionError(
+                f"Job {job.id} of {job.kind} cannot end: its hooks have failed {MOST_FAILED_HOOKS} times, "
+                f"the last time with {result.error!r:.500}"
+            ) from result.error
     else:
         raise AssertionError(f"Job {job.id} of {job.kind} has not ended after {MOST_SLICES} slices.")
     assert current is not None
@@ -106,16 +113,23 @@ def kill_after(commits: int) -> Iterator[None]:
 
 @contextmanager
 def register_for_test(*kind_classes: _KindClass) -> Iterator[None]:
-    """Register kinds for the length of a block."""
+    """Register kinds for the length of a block; one that is registered already stays so afterwards."""
     registered: list[str] = []
     try:
         for kind_class in kind_classes:
+            known = kinds.find(kind_class.name) if isinstance(kind_class.name, str) else None
+            if known is not None and type(known) is kind_class:
+                continue
             kinds.register(kind_class)
             registered.append(kind_class.name)
         yield
     finally:
         for name in registered:
             kinds.unregister(name)
+
+
+_STATUSES = ("pending", "held", "running", "retrying", "verdict", "expired", "cancelling", "completed",
+             "failed", "parked", "cancelled")  # fmt: skip
 
 
 def make_job(
@@ -135,6 +149,8 @@ def make_job(
     `parked`, `expired` (running, its lease over), `cancelling` (running, a cancel requested). The kind need not
     be registered. `columns`: idempotency_key, lock_key, subject_type, subject_id, priority, created_by.
     """
+    if status not in _STATUSES:
+        raise ValueError(f"make_job({status!r}): give one of {', '.join(_STATUSES)}")
     name = kind if isinstance(kind, str) else kind.name
     text = jsontext.encode(input, field="input", limit=2**30)
     where = scope or Scope()
@@ -183,7 +199,7 @@ def make_job(
             return _present(
                 _inside(lambda: store.fail_terminal(job.id, claimed.lease_epoch, parked, parked=True))
             )
-    raise ValueError(f"status {status!r} is none that make_job knows")
+    raise AssertionError(status)
 
 
 # --- inside ---------------------------------------------------------------------------------------------

@@ -119,8 +119,8 @@ class Worker:
         """Work until stopped, idle (`until_idle`) or without a usable thread; answers the exit code.
 
         0: drained. 1: slices still ran when the drain timeout was over. 3: the tables are missing. 4: the
-        database does not answer at the start. 75: every thread hangs in a step. After any but the first
-        two, and when it is 1, threads may be left running: end the process with `leave`.
+        database does not answer at the start. 75: every thread hangs in a step. After 1 and 75 threads are
+        left running: end the process with `leave`.
         """
         with self._signals(), self._own_connection():
             refused = self._examine_database()

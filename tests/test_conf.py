@@ -35,6 +35,9 @@ RIGHT = {
     "RELEASE": ["", "2026-03-01", "x" * 100],
     "DISCOVER": [["jobs"], ("jobs", "background.kinds"), []],
     "DEFAULT_QUEUE": ["default", "bulk"],
+    "SCOPE_FROM_REQUEST": [None, "shop.tenants.scope", len],
+    "ADMIN_SCOPES": [None, "shop.tenants.scopes", len],
+    "SCOPE_LABELS": [None, "shop.tenants.labels", len],
 }
 NO_NUMBERS = [
     True,
@@ -71,6 +74,9 @@ WRONG = {
     "RELEASE": [None, 1, b"x", "x" * 101, "a\0b"],
     "DISCOVER": ["jobs", None, 5, [""], ["my-jobs"], [None], {"jobs"}, ["jobs."]],
     "DEFAULT_QUEUE": [*NO_TEXTS, "x" * 101, "manual", "a,b", "größe", "a\n"],
+    "SCOPE_FROM_REQUEST": [1, True, "", "scope", "shop..scope", "shop.scope()", ["shop.scope"]],
+    "ADMIN_SCOPES": [1, True, "", "scopes", "shop..scopes", "shop.scopes()", ["shop.scopes"]],
+    "SCOPE_LABELS": [1, True, "", "labels", "shop..labels", "shop.labels()", ["shop.labels"]],
 }
 
 

@@ -18,6 +18,7 @@ from durable_jobs.selection import Look, Selection
 from durable_jobs.store import Lease
 from durable_jobs.testing import make_job, register_for_test
 from tests.store import rows
+from tests.store.conftest import no_users_remembered  # noqa: F401
 
 NOW = datetime(2026, 3, 1, 3, 0, tzinfo=UTC)
 on_the_database = pytest.mark.django_db(transaction=True)
@@ -395,7 +396,7 @@ def test_the_filter_by_phase_agrees_with_the_phase(pauses: list[dict[str, str]])
         for queue in ("imports", "default")
     ]
     made.append(service.start("tests.known", run_after=timedelta(hours=1)).job)
-    for row in made[:6]:
+    for row in made[2:8]:
         rows.execute("UPDATE durable_jobs_job SET mirror_attempts = 3 WHERE id = %s", row.id)
     for status in ("running", "expired"):
         old = make_job(status, kind="tests.known")

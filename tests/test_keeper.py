@@ -230,6 +230,33 @@ def test_an_idle_process_finds_strangers_too(monkeypatch: pytest.MonkeyPatch) ->
         keeper.stop()
 
 
+def look(keeper: Keeper) -> None:
+    before = time.monotonic()
+    keeper.beat_now()
+    wait_until(lambda: keeper.last_beat > before, 3, "no look")
+
+
+def test_a_row_whose_slice_was_given_up_here_is_no_stranger(keeper: Keeper) -> None:
+    job = claimed(ttl=30)
+    job.observe(lost=True)
+    keeper.hold(job)
+    for _ in range(3):
+        look(keeper)
+    assert row(job).status == "running"
+
+
+def test_one_look_makes_no_stranger(keeper: Keeper) -> None:
+    job = claimed(ttl=30)
+    look(keeper)
+    keeper.hold(job)
+    look(keeper)
+    keeper.let_go(job)
+    look(keeper)
+    assert row(job).status == "running"
+    look(keeper)
+    wait_until(lambda: row(job).status == "pending", 1, "not given back at the second look in a row")
+
+
 def test_no_row_is_a_stranger_while_a_claim_is_in_flight(keeper: Keeper) -> None:
     known = claimed(ttl=0.6)
     keeper.hold(known)
@@ -266,8 +293,8 @@ def test_a_slice_without_a_commit_for_too_long_is_given_up_with_its_stack(
         with caplog.at_level(logging.ERROR, "durable_jobs"):
             keeper.hold(hold)
             assert hold.stop.wait(2)
+            wait_until(lambda: "hangs_here" in caplog.text, 2, f"no stack in {caplog.text!r}")
         assert keeper.overdue == [hold]
-        assert "hangs_here" in caplog.text
         wait_until(lambda: expired(hold), 2, "still renewed")
         hold.committed()
         store.write_checkpoint(hold.lease)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -26,6 +27,7 @@ from durable_jobs.models import Job
 from durable_jobs.runner import Outcome
 from durable_jobs.store import Lease
 from durable_jobs.testing import make_job
+from tests.connections import OtherConnection
 from tests.models import Depot, Parcel, Shipment
 from tests.slices import OWNER, change, columns, events, made, row, run_slice, start
 
@@ -558,6 +560,23 @@ class TestAfterwards:
             assert run_slice(job).outcome == Outcome.COMPLETED
         finally:
             signals.job_completed.disconnect(receive)
+
+    def test_others_write_while_an_after_hook_takes_its_time(
+        self, second_connection: OtherConnection
+    ) -> None:
+        """On SQLite it would hold up every writer of the process, the beats of its leases among them."""
+        waited: list[float] = []
+
+        def after(self: Any, job: Job) -> None:
+            begun = time.monotonic()
+            second_connection.run(store.beat_many, OWNER, [Lease(job.id, OWNER, 1, 60)])
+            second_connection.run(service.start, "tests.made")
+            service.start("tests.made", "from the hook")
+            waited.append(time.monotonic() - begun)
+
+        job = start(made(None, after_transition=after))
+        assert run_slice(job).outcome == Outcome.COMPLETED
+        assert waited[0] < 2 and Job.objects.count() == 3
 
     def test_a_foreign_callback_that_raises_after_ours_keeps_ours(self, told: list[Any]) -> None:
         """C054, T25: ours is robust; one registered later by somebody else does not matter to it."""

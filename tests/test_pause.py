@@ -22,6 +22,7 @@ from tests.connections import OtherConnection
 from tests.postgres import wait_until
 from tests.processes import Process, Processes
 from tests.store import rows
+from tests.store.conftest import no_users_remembered  # noqa: F401
 from tests.test_commands import call
 from tests.worker_kinds import KINDS
 

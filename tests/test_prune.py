@@ -25,6 +25,7 @@ from tests.connections import OtherConnection
 from tests.postgres import wait_until
 from tests.processes import Processes
 from tests.store import rows
+from tests.store.conftest import no_users_remembered  # noqa: F401
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

@@ -11,6 +11,7 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -1655,6 +1656,31 @@ class TestFailures:
                 assert (now.error_message or "").startswith("head\ufffd") and (
                     now.error_message or ""
                 ).endswith("tail")
+
+    def test_what_a_failed_step_held_is_let_go_with_its_result(self) -> None:
+        """A cycle through the traceback would keep it until the garbage collector comes."""
+
+        class Large:
+            pass
+
+        gone: list[weakref.ref[Large]] = []
+
+        def step(ctx: Any) -> None:
+            large = Large()
+            gone.append(weakref.ref(large))
+            raise ValueError
+
+        job = start(made(step))
+        gc.disable()
+        logging.disable()
+        try:
+            result = run_slice(job)
+            assert result.outcome == Outcome.RETRY and gone[0]() is not None
+            del result
+            assert gone[0]() is None
+        finally:
+            logging.disable(logging.NOTSET)
+            gc.enable()
 
     def test_a_parked_job_waits_for_a_human_with_its_reason(self) -> None:
         """F8"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 from django.db.models import Q
@@ -10,10 +10,11 @@ from django.http import HttpRequest
 from django.utils.module_loading import import_string
 
 from durable_jobs import kinds, selection
+from durable_jobs.access import scopes_of, sees_everything
 from durable_jobs.conf import config
 from durable_jobs.kinds import Kind
 from durable_jobs.models import Pause, Scope
-from durable_jobs.service import ALL_SCOPES, AllScopes
+from durable_jobs.service import AllScopes
 
 VIEW: Final = "durable_jobs.view_job"
 START: Final = "durable_jobs.start_job"
@@ -50,34 +51,11 @@ def closed_kinds(request: HttpRequest) -> tuple[str, ...]:
 
 
 def scopes(request: HttpRequest) -> tuple[Scope, ...] | None:
-    """The scopes whose jobs the user may see; None for all of them. From the session, never from the request's words."""
+    """The scopes whose jobs the user may see; None for all of them. The project's function is asked once."""
     if not hasattr(request, _CACHED):
-        setattr(request, _CACHED, _scopes(request))
-    found: tuple[Scope, ...] | None = getattr(request, _CACHED)
-    return found
-
-
-def _scopes(request: HttpRequest) -> tuple[Scope, ...] | None:
-    given: AllScopes | Scope | Iterable[Scope] | None
-    own = _callable("ADMIN_SCOPES")
-    from_request = _callable("SCOPE_FROM_REQUEST")
-    if own is not None:
-        given = own(request)
-    elif request.user.has_perm(ALL):  # type: ignore[union-attr]
-        given = ALL_SCOPES
-    else:
-        given = from_request(request) if from_request is not None else Scope(config.DEFAULT_TENANT)
-    if given is ALL_SCOPES:
-        return None
-    if isinstance(given, Scope):
-        return (given,)
-    return tuple(given) if given is not None else ()  # type: ignore[arg-type]
-
-
-def _callable(name: str) -> Callable[[Any], Any] | None:
-    """The project's own function under this setting, given as such or by its dotted name."""
-    given = getattr(config, name, None)
-    return import_string(given) if isinstance(given, str) else given
+        setattr(request, _CACHED, scopes_of(request))
+    found = getattr(request, _CACHED)
+    return None if isinstance(found, AllScopes) else tuple(found)
 
 
 def among(request: HttpRequest) -> Q:
@@ -94,16 +72,17 @@ def is_visible(request: HttpRequest, pause: Pause) -> bool:
 
 def may_pause(request: HttpRequest, tenant: str) -> bool:
     """Whether the user may pause and unpause this tenant's work; blank is everybody's."""
-    allowed = scopes(request)
-    return may(request, PAUSE) and (
-        allowed is None or (bool(tenant) and any(scope.tenant == tenant for scope in allowed))
-    )
+    if sees_everything(request):
+        return may(request, PAUSE)
+    own = {scope.tenant for scope in scopes(request) or ()}
+    return may(request, PAUSE) and bool(tenant) and tenant in own
 
 
 def labels(wanted: Iterable[Scope]) -> dict[Scope, str]:
     """A name for each scope: the project's own, or tenant and organization. One call a page."""
     unique = list(dict.fromkeys(wanted))
-    own = _callable("SCOPE_LABELS")
+    named_by = config.SCOPE_LABELS
+    own: Any = import_string(named_by) if isinstance(named_by, str) else named_by
     named = dict(own(unique)) if own is not None and unique else {}
     return {scope: str(named.get(scope) or _label(scope)) for scope in unique}
 

@@ -13,6 +13,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from durable_jobs import kinds, service
+from durable_jobs.access import sees_everything
 from durable_jobs.admin import access, listing
 from durable_jobs.admin.acts import LONGEST_SPREAD, Act, Redrive
 from durable_jobs.conf import config
@@ -85,7 +86,7 @@ class PauseForm(forms.Form):
             "kind": kinds.names(),
         }
         allowed = access.scopes(request)
-        if allowed is not None:
+        if allowed is not None and not sees_everything(request):
             tenants = sorted({scope.tenant for scope in allowed})
             self.fields["tenant"].required = True
             self.fields["tenant"].initial = tenants[0] if len(tenants) == 1 else ""

@@ -123,15 +123,10 @@ def _progress(job: Job, now: datetime) -> Progress:
     end = job.finished_at or now
     elapsed = (end - job.started_at).total_seconds() if job.started_at else None
     quiet = (now - job.last_committed_at).total_seconds() if job.last_committed_at else None
-    rate = eta = None
-    if job.status == Status.RUNNING and job.claimed_at and job.last_committed_at:
-        seconds = (job.last_committed_at - job.claimed_at).total_seconds()
-        done = job.processed_count - job.processed_at_claim
-        rate = done / seconds if seconds > 0 and done > 0 else None
-    elif job.finished_at and elapsed and job.processed_count:
+    pace = explain.pace(job, now)
+    rate, eta = pace.rate, pace.eta_seconds
+    if job.finished_at and elapsed and job.processed_count:
         rate = job.processed_count / elapsed
-    if rate and job.total_count and job.status == Status.RUNNING:
-        eta = max(0, job.total_count - job.processed_count) / rate
     return Progress(rate, eta, elapsed, quiet)
 
 

@@ -196,8 +196,8 @@ def add_filters(parser: argparse.ArgumentParser, *, phases: list[Phase], statuse
         help="failed then or later; ISO 8601, or 2h for two hours ago",
     )
     group.add_argument("--failed-before", type=moment, metavar="TIME", help="failed earlier than that")
-    group.add_argument("--created-since", type=moment, metavar="TIME", help="started then or later")
-    group.add_argument("--created-before", type=moment, metavar="TIME", help="started earlier than that")
+    group.add_argument("--created-since", type=moment, metavar="TIME", help="created then or later")
+    group.add_argument("--created-before", type=moment, metavar="TIME", help="created earlier than that")
     add_scope(group)  # type: ignore[arg-type]
 
 

@@ -109,8 +109,7 @@ class Output:
         width = max(len(name) for name, _ in given)
         for name, value in given:
             if self._console is not None:
-                line = Text(f"  {name.ljust(width)}  ", style="dim")
-                line.append(value, style=COLOURS.get(value, "not dim"))
+                line = Text.assemble((f"  {name.ljust(width)}  ", "dim"), (value, COLOURS.get(value, "")))
                 self._console.print(line, soft_wrap=True)
             else:
                 self.stdout.write(f"  {name.ljust(width)}  {value}")

@@ -165,6 +165,21 @@ def test_a_claim_passes_over_locked_rows(second_connection: OtherConnection) -> 
 
 
 @on_postgresql
+def test_a_claim_locks_no_more_than_it_takes(second_connection: OtherConnection) -> None:
+    """P22: the rows behind the limit stay free for the next worker, even while the claim is not committed."""
+    for number in range(20):
+        make("pending", queue_name="q", kind="k", priority=number % 2)
+    probes = [Probe("q", "k", priority, None, 30.0) for priority in (0, 1)]
+    with held(second_connection, store.claim_next, "w", 4, probes) as claimed:
+        assert len(claimed) == 4
+        free = execute(
+            "SELECT count(*) FROM (SELECT id FROM durable_jobs_job FOR NO KEY UPDATE SKIP LOCKED) rows"
+        )
+        assert free == [(16,)]
+        assert len(store.claim_next("other", 16, probes)) == 16
+
+
+@on_postgresql
 @pytest.mark.parametrize("binding", [False, True], ids=["client", "server"])
 def test_a_claim_planned_on_an_empty_table_keeps_its_limit(binding: bool) -> None:
     """P-G: planned while the table was empty, `IN (SELECT … LIMIT 1 …)` once took the whole queue."""
@@ -449,6 +464,30 @@ def test_a_request_that_its_caller_rolls_back_was_never_made(second_connection: 
             raise ZeroDivisionError
     assert not letters()
     assert store.beat_many(ME, [lease_on(job_id)])[job_id].cancel is False
+
+
+@on_postgresql
+def test_a_request_made_during_a_redrive_outlives_it(second_connection: OtherConnection) -> None:
+    """P11, B102: the redrive empties the mailbox of what came before it, not of what came after."""
+    job_id = make(State("retry", request="both"))
+    with held(second_connection, lambda: store.redrive(job_id, scope=None, grace=GRACE)):
+        assert store.request_cancel(job_id, scope=None, actor="Ann") == "posted"
+    assert image(job_id)["cancel_requested_at"] is None and len(letters()[job_id]) == 1
+    row = image(job_id)
+    job = store.claim(job_id, row["continuation_seq"], row["redrives"], CLAIMER, 30)
+    assert isinstance(job, Job) and job.cancel_requested_at is not None
+
+
+@on_postgresql
+def test_who_holds_a_row_can_be_told(second_connection: OtherConnection) -> None:
+    """P10: for the report on rows that expired long ago and cannot be locked."""
+    job_id = make("expired")
+    assert store.holders(job_id) is None
+    with held(second_connection, store.lock_fence, lease_on(job_id), 30):
+        ((pid,),) = second_connection.run(execute, "SELECT pg_backend_pid()")
+        (told,) = store.holders(job_id) or [""]
+        assert f"pid {pid}" in told
+    assert store.holders(job_id) is None
 
 
 def test_a_claim_wins_over_ending_waiting_work(second_connection: OtherConnection) -> None:

@@ -200,7 +200,7 @@ class _Bulk(Act):
                 if outcome.refusal is None:
                     done += 1
                 else:
-                    skipped[outcome.refusal.code] += 1
+                    skipped[str(outcome.refusal.code)] += 1
                 self._tell(outcome, out, by_id=total is None, refused=sum(skipped.values()))
         except (KeyboardInterrupt, Error):
             self._sum_up(done, skipped, total, out)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, Final
 
-from durable_jobs import database, explain, kinds, overview, selection
+from durable_jobs import connection, database, explain, kinds, overview, selection
 from durable_jobs.explain import Phase, Reason
 from durable_jobs.kinds import Kind
 from durable_jobs.management import arguments
@@ -269,7 +271,7 @@ class Health(Act):
     help = (
         "Say whether work is being done: database, due work without a live worker, stuck jobs, failing hooks."
     )
-    details = "Paused work counts as well."
+    details = "Work that is paused is no problem."
     epilog = (
         "With --worker it is a probe for a container: does a worker of this host poll?\n\n"
         "exit codes: 0 healthy; 1 not healthy, or the database does not answer; 2 wrong usage."
@@ -308,17 +310,34 @@ class Health(Act):
     def run(self, options: dict[str, Any], out: Output) -> int:
         if options["silent"] is not None and not options["worker"]:
             raise UsageError("--silent goes with --worker.")
-        if options["worker"]:
-            health = overview.worker_health(options["silent"] or overview.PROBED_AFTER)
-        else:
-            names = ("without_worker", "due", "stuck_for", "stuck", "mirrors")
-            health = overview.health(Limits(**{name: options[name] for name in names}))
+        with _in_time():
+            health = _ask(options)
         if out.json:
             out.document({"healthy": health.ok, "checks": [vars(check) for check in health.checks]})
         for check in health.checks:
             mark = "ok     " if check.ok else "PROBLEM"
             out.say(f"{mark}  {check.name}: {check.sentence}{f' {check.way_out}' if not check.ok else ''}")
         return OK if health.ok else REFUSED
+
+
+def _ask(options: dict[str, Any]) -> overview.Health:
+    if options["worker"]:
+        return overview.worker_health(options["silent"] or overview.PROBED_AFTER)
+    names = ("without_worker", "due", "stuck_for", "stuck", "mirrors")
+    return overview.health(Limits(**{name: options[name] for name in names}))
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    """A server that does not answer is an answer after seconds, where libpq would wait for minutes."""
+    if database.connection().connection is not None:
+        yield
+        return
+    connection.own("health")
+    try:
+        yield
+    finally:
+        connection.disown()
 
 
 # --- as text --------------------------------------------------------------------------------------------

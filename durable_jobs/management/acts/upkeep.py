@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from django.core.management.base import CommandParser
 
-from durable_jobs import explain, kinds, pruning, reconciler, store, transports
+from durable_jobs import explain, kinds, pruning, reconciler, service, store
 from durable_jobs.conf import config
 from durable_jobs.management import arguments
 from durable_jobs.management.acts import OK, REFUSED, Act, UsageError
@@ -17,7 +17,6 @@ from durable_jobs.management.commands import runworker
 from durable_jobs.management.output import Output, moment
 from durable_jobs.models import Status
 from durable_jobs.reconciler import Cancel, Leave, Park, Redrive
-from durable_jobs.worker import new_owner
 
 SOON: Final = timedelta(days=1)
 
@@ -81,12 +80,8 @@ class Reconcile(Act):
         if options["dry_run"]:
             return _show_decisions(options, out)
         out.say("Looking." if options["now"] else f"Looking twice, {config.GRACE:g} s apart.")
-        report = reconciler.repair_once(
-            new_owner(),
-            published=transports.current().publish,
-            batch=options["batch_size"],
-            tenant=options["tenant"],
-            wait=not options["now"],
+        report = service.reconcile(
+            batch=options["batch_size"], tenant=options["tenant"], wait=not options["now"]
         )
         if out.json:
             out.document(vars(report))
