@@ -183,8 +183,11 @@ def offers(request: HttpRequest, job: Job, now: datetime, holder: Job | None) ->
     """What the user could do with the job. What makes no sense for it at all is left out."""
     kind = kinds.find(job.kind)
     found = []
+    needs_force = _code(REDRIVE.refusal(job, now, holder)) == "unrecoverable_requires_force"
     for act in ACTS.values():
         refusal = act.refusal(job, now, holder)
+        if act is FORCE and not needs_force:
+            continue
         if refusal is not None and not _is_worth_showing(act, job, refusal):
             continue
         if not act.allowed(request) or not access.may_act_on(request, kind):
@@ -194,6 +197,10 @@ def offers(request: HttpRequest, job: Job, now: datetime, holder: Job | None) ->
         else:
             found.append(Offer(act, hint=hint(act, job)))
     return found
+
+
+def _code(refusal: Reason | None) -> str:
+    return refusal.code if refusal is not None else ""
 
 
 def _is_worth_showing(act: Act, job: Job, refusal: Reason) -> bool:

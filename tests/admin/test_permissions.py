@@ -46,7 +46,9 @@ def client_of(who: str, **options: Any) -> Client:
 
 
 @pytest.fixture
-def jobs(registry: None) -> dict[str, Job]:
+def jobs(registry: None, settings: Any) -> dict[str, Job]:
+    # A project that knows scopes: then not everybody may stop everybody's work.
+    settings.DURABLE_JOBS = {**settings.DURABLE_JOBS, "SCOPE_FROM_REQUEST": lambda request: Scope()}
     made(allow_restart=True, on_transition=lambda self, job: 1, on_redrive=lambda self, job: 1)
     found = {
         "failed": make_job("failed", kind="tests.made", input={"secret": "of the input"}),
