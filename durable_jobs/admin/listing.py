@@ -147,10 +147,6 @@ class Row:
     subject: Subject | None
     scope: str
 
-    @property
-    def is_selectable(self) -> bool:
-        return True
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -162,13 +158,14 @@ class Subject:
 
 @dataclass(frozen=True)
 class Page:
-    """A page of the list. `shows_scopes` when the user sees more than one."""
+    """A page of the list. `shows_scopes` when there is more than one on it."""
 
     rows: list[Row]
     next: Place | None
     searched: int | None
     look: Look
     chosen: Selection
+    may_choose_scope: bool
     shows_scopes: bool
 
 
@@ -183,7 +180,15 @@ def read(request: HttpRequest, filters: Filters, site: Any) -> Page:
         found = selection.listed(chosen, look, limit=PAGE, after=after)
     scopes = access.scopes(request)
     rows = rows_of(request, found.jobs, look, site)
-    return Page(rows, found.next, found.searched, look, chosen, scopes is None or len(scopes) > 1)
+    return Page(
+        rows=rows,
+        next=found.next,
+        searched=found.searched,
+        look=look,
+        chosen=chosen,
+        may_choose_scope=scopes is None or len(scopes) > 1,
+        shows_scopes=len({job.scope for job in found.jobs}) > 1,
+    )
 
 
 def rows_of(request: HttpRequest, jobs: list[Job], look: Look, site: Any) -> list[Row]:

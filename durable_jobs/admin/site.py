@@ -757,7 +757,6 @@ class JobEventAdminMixin(Screens):
         if following:
             following = query + ("&" if query else "") + urlencode({"after": following})
         labels = access.labels(event_scope(event) for event in found)
-        scopes = access.scopes(request)
         return self.screen(
             request,
             "history.html",
@@ -767,7 +766,7 @@ class JobEventAdminMixin(Screens):
                 "filters": filters,
                 "next": following,
                 "now": store.now(),
-                "shows_scopes": scopes is None or len(scopes) > 1,
+                "shows_scopes": len(labels) > 1,
             },
         )
 

@@ -110,9 +110,6 @@ def build(anna: User) -> dict[str, str]:
             message="partner.example did not answer within 10 s", traceback=TRACEBACK, code="",
         )  # fmt: skip
     store.add_event(
-        failed, "redriven", actor="user:1 anna", reason="the partner is back", operation_id="5d1c0f"
-    )
-    store.add_event(
         failed, "item_skipped", message="ValueError: latitude 91.2 is out of range", code="bad_row"
     )
     store.add_event(stuck, "orphaned", owner="web4:977:2", actor="reconciler:web3")
