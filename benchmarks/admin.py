@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import django
@@ -184,20 +185,27 @@ def look() -> list[str]:
     following = re.search(r'rel="next"[^>]*href="\?([^"]+)"', page)
     assert following
     pages["list, second page"] = f"{list_}?{following[1].replace('&amp;', '&')}"
+    many = reverse("admin:durable_jobs_job_many")
+    previews = {
+        "preview, redrive what failed": (f"{many}?phase=human", {"act": "redrive", "all": "1"}),
+        "preview, cancel a kind": (f"{many}?kind={KIND}", {"act": "cancel", "all": "1"}),
+    }
     slow = []
-    print(f"{'page':28} {'median':>9} {'slowest':>9} {'queries':>8} {'KiB':>6}")
-    for name, address in pages.items():
+    print(f"{'page':30} {'median':>9} {'slowest':>9} {'queries':>8} {'KiB':>6}")
+    for name, asked_for in {**{name: (address, None) for name, address in pages.items()}, **previews}.items():
+        address, posted = asked_for
+        ask = partial(client.post, address, posted) if posted else partial(client.get, address)
         times = []
         for _ in range(6):
             begun = time.perf_counter()
-            answer = client.get(address)
+            answer = ask()
             times.append((time.perf_counter() - begun) * 1000)
             assert answer.status_code == 200, (name, answer.status_code)
         times = times[1:]
         with CaptureQueriesContext(connection) as asked:
-            client.get(address)
+            ask()
         print(
-            f"{name:28} {statistics.median(times):6.0f} ms {max(times):6.0f} ms {len(asked):8} {len(answer.content) // 1024:6}"
+            f"{name:30} {statistics.median(times):6.0f} ms {max(times):6.0f} ms {len(asked):8} {len(answer.content) // 1024:6}"
         )
         if statistics.median(times) > LIMIT_MS:
             slow.append(f"{name} took {statistics.median(times):.0f} ms")

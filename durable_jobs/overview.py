@@ -14,7 +14,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from django.db import Error
-from django.db.models import Q
+from django.db.models import DurationField, ExpressionWrapper, F, Q
 
 from durable_jobs import database, explain, store
 from durable_jobs.conf import config
@@ -171,11 +171,8 @@ def recent(now: datetime, among: Q = EVERYTHING) -> Recent:
     """Throughput, waiting and failures; `among` narrows the jobs, to a scope for example."""
     jobs = _jobs().filter(among)
     ended = jobs.filter(finished_at__gte=now - HOUR, finished_at__lte=now).order_by("-finished_at")
-    rows = list(ended.values_list("finished_at", "status", "created_at", "started_at")[: MOST + 1])
-    bars = [
-        _bar(now - timedelta(minutes=5 * (n + 1)), now - timedelta(minutes=5 * n), rows)
-        for n in reversed(range(12))
-    ]
+    rows = list(ended.values_list("finished_at", "status", _WAITED)[: MOST + 1])
+    bars = _by_five_minutes(now, rows)
     week = now - WINDOWS["7 d"]
     failed = jobs.filter(status=Status.FAILED, finished_at__gte=week).order_by("-finished_at")
     failures = list(failed.values_list("finished_at", "kind", "error_type")[: MOST + 1])
@@ -188,25 +185,43 @@ def recent(now: datetime, among: Q = EVERYTHING) -> Recent:
     )
 
 
-def _bar(since: datetime, until: datetime, rows: list[Any]) -> Bar:
-    inside = [row for row in rows if since < row[0] <= until]
-    waits = sorted(
-        max(0.0, (started - created).total_seconds()) for _, _, created, started in inside if started
-    )
-    failed = sum(row[1] == Status.FAILED for row in inside)
-    return Bar(since, until, len(inside), failed, waits[len(waits) // 2] if waits else None)
+_WAITED: Final = ExpressionWrapper(F("started_at") - F("created_at"), output_field=DurationField())
+FIVE_MINUTES: Final = timedelta(minutes=5)
+
+
+def _by_five_minutes(now: datetime, rows: list[Any]) -> list[Bar]:
+    ended, failed = Counter[int](), Counter[int]()
+    waits: dict[int, list[float]] = {}
+    for moment, status, waited in rows:
+        number = (now - moment) // FIVE_MINUTES
+        ended[number] += 1
+        failed[number] += status == Status.FAILED
+        if waited is not None:
+            waits.setdefault(number, []).append(max(0.0, waited.total_seconds()))
+    return [
+        Bar(
+            since=now - (number + 1) * FIVE_MINUTES,
+            until=now - number * FIVE_MINUTES,
+            ended=ended[number],
+            failed=failed[number],
+            wait=sorted(waits[number])[len(waits[number]) // 2] if number in waits else None,
+        )
+        for number in reversed(range(12))
+    ]
 
 
 def _by_hour(now: datetime, moments: list[datetime]) -> list[Bar]:
-    numbers = Counter(int((now - moment) / HOUR) for moment in moments)
+    numbers = Counter((now - moment) // HOUR for moment in moments)
     return [Bar(now - (n + 1) * HOUR, now - n * HOUR, numbers[n], numbers[n]) for n in reversed(range(24))]
 
 
 def _grouped_by_window(now: datetime, rows: list[Any]) -> list[Failures]:
     groups: dict[tuple[str, str], Counter[str]] = {}
+    horizons = [(label, now - window) for label, window in WINDOWS.items()]
     for moment, kind, error_type in rows:
         group = groups.setdefault((kind, error_type or ""), Counter())
-        group.update(label for label, window in WINDOWS.items() if moment >= now - window)
+        for label, horizon in horizons:
+            group[label] += moment >= horizon
     ordered = sorted(groups.items(), key=lambda item: (-item[1]["1 h"], -item[1]["7 d"], item[0]))
     return [
         Failures(kind, error, {label: numbers[label] for label in WINDOWS})

@@ -119,10 +119,11 @@ class Selection:
     @property
     def is_indexed(self) -> bool:
         """Whether an index finds these jobs; the others are looked for in windows of the list."""
-        ended = self.phase in (Phase.COMPLETED, Phase.CANCELLED) or self.status in ("completed", "cancelled")
+        rest = (Phase.COMPLETED, Phase.CANCELLED, Phase.HELD)
+        is_rest = self.phase in rest or self.status in {phase.value for phase in rest}
         if any(value is not None for value in (self.ids, self.subject, self.lock_key, self.idempotency_key)):
             return True
-        if self.unended or ((self.status or self.phase) is not None and not ended):
+        if self.unended or ((self.status or self.phase) is not None and not is_rest):
             return True
         return any(
             value is not None
@@ -213,7 +214,8 @@ def listed(
     if selection.is_indexed and also is None:
         found = list(
             islice(
-                _read(selection, look, descending=True, after=after and after.id, page=limit + 1), limit + 1
+                _read(selection, look, descending=True, after=after.id if after else None, page=limit + 1),
+                limit + 1,
             )
         )
         return Listed(found[:limit], _place(found[limit - 1]) if len(found) > limit else None)

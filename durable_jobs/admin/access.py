@@ -37,7 +37,7 @@ def may(request: HttpRequest, permission: str) -> bool:
 def may_act_on(request: HttpRequest, kind: Kind | None) -> bool:
     """Whether the user has what the kind requires besides the general permissions."""
     required = list(kind.required_permissions) if kind is not None else []
-    return bool(request.user.has_perms(required))  # type: ignore[union-attr]
+    return bool(request.user.has_perms(required))
 
 
 def closed_kinds(request: HttpRequest) -> tuple[str, ...]:

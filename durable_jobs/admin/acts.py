@@ -101,8 +101,7 @@ class Redrive(Act):
         return explain.refusal_of_redrive(job, now, force=self.force, restart=self.restart, holder=holder)
 
     def carry_out(self, job: Job, **said: Any) -> Job:
-        options = {"force": self.force, "restart": self.restart}
-        return service.redrive(job.id, scope=job.scope, **options, **said)
+        return service.redrive(job.id, scope=job.scope, force=self.force, restart=self.restart, **said)
 
     def narrow(self, chosen: Selection, moment: datetime) -> Selection:
         return chosen.failed_by(moment)
@@ -256,7 +255,7 @@ def on_one(request: HttpRequest, act: Act, job: Job, **said: Any) -> Answer:
             except DurableJobsError as refusal:
                 # Caught inside: what a failed hook has written to the history must stay.
                 holder = getattr(refusal, "held_by", None)
-                return Answer(None, refusal.code, str(refusal), holder)
+                return Answer(None, refusal.code or "refused", str(refusal), holder)
             _log(request, now, act, str(said.get("reason") or ""))
     except OperationalError as error:
         if not database.is_locked(error):
@@ -268,8 +267,9 @@ def on_one(request: HttpRequest, act: Act, job: Job, **said: Any) -> Answer:
 
 def log_entry(request: HttpRequest, target: Any, key: str, shown: str, message: str) -> None:
     """A line in Django's history."""
+    user: Any = request.user
     LogEntry.objects.create(
-        user_id=request.user.pk,
+        user=user,
         content_type_id=ContentType.objects.get_for_model(target, for_concrete_model=False).pk,
         object_id=key,
         object_repr=shown[:200],

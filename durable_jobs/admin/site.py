@@ -73,7 +73,7 @@ class Screens(ReadOnly):
     def screen(
         self, request: HttpRequest, template: str, title: str, context: dict[str, Any], status: int = 200
     ) -> TemplateResponse:
-        request.current_app = self.admin_site.name  # type: ignore[attr-defined]
+        request.current_app = self.admin_site.name
         shared = {
             **self.admin_site.each_context(request),
             "title": title,
@@ -114,7 +114,7 @@ class JobAdminMixin(Screens):
         return job_page.for_user(request)
 
     def get_urls(self) -> list[URLPattern]:
-        own = [
+        own: list[tuple[str, Callable[..., HttpResponse], str]] = [
             ("overview/", self.overview_view, "overview"),
             ("start/", self.start_view, "start"),
             ("start/<str:kind>/", self.start_kind_view, "start_kind"),
@@ -255,7 +255,9 @@ class JobAdminMixin(Screens):
         query = listing.address(request)
         following = ""
         if page.next is not None:
-            following = listing.address(request) + ("&" if query else "") + urlencode({"after": page.next})
+            following = (
+                listing.address(request) + ("&" if query else "") + urlencode({"after": str(page.next)})
+            )
         return self.screen(
             request,
             "list.html",
@@ -343,7 +345,7 @@ class JobAdminMixin(Screens):
         if job is None:
             return HttpResponse(status=404)
         live = job_page.live(request, job, self.admin_site)
-        request.current_app = self.admin_site.name  # type: ignore[attr-defined]
+        request.current_app = self.admin_site.name
         return TemplateResponse(
             request, f"{TEMPLATES}/live.html", {"live": live, "job": job, "now": live.now, "kind": live.kind}
         )
@@ -503,7 +505,9 @@ class JobAdminMixin(Screens):
         if not bulk.taken and "reason" in request.POST:
             form = forms.Confirmation(act, request.POST)
             if not form.is_valid():
-                messages.error(request, " ".join(text for errors in form.errors.values() for text in errors))
+                messages.error(
+                    request, " ".join(str(text) for errors in form.errors.values() for text in errors)
+                )
                 return self.go("durable_jobs_job_changelist", query=query)
             bulk = replace(bulk, reason=form.cleaned_data["reason"], spread=form.spread)
         step = acts.step(request, bulk)
@@ -562,7 +566,10 @@ class JobAdminMixin(Screens):
             form.add_error(None, str(error))
         except (DurableJobsError, ValidationError) as error:
             form.add_error(
-                None, "; ".join(error.messages) if isinstance(error, ValidationError) else str(error)
+                None,
+                "; ".join([str(text) for text in error.messages])
+                if isinstance(error, ValidationError)
+                else str(error),
             )
         else:
             if started.created:
@@ -796,9 +803,9 @@ def event_scope(event: JobEvent) -> Scope:
 class PauseAdminMixin(ReadOnly):
     """The pauses that are set. They are made and ended from the overview."""
 
-    list_display = ("what", "reason", "actor", "since")
-    list_display_links = None
-    ordering = ("id",)
+    list_display: Any = ("what", "reason", "actor", "since")
+    list_display_links: Any = None
+    ordering: Any = ("id",)
     list_per_page = 100
     show_full_result_count = False
 
@@ -817,7 +824,7 @@ class PauseAdminMixin(ReadOnly):
 class WorkerProcessAdminMixin(ReadOnly):
     """The worker processes that have shown themselves."""
 
-    list_display = (
+    list_display: Any = (
         "owner",
         "host",
         "pid",
@@ -828,8 +835,8 @@ class WorkerProcessAdminMixin(ReadOnly):
         "started_at",
         "beat_at",
     )
-    list_display_links = None
-    ordering = ("-id",)
+    list_display_links: Any = None
+    ordering: Any = ("-id",)
     list_per_page = 100
     show_full_result_count = False
 

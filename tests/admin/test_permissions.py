@@ -79,7 +79,7 @@ def pages(jobs: dict[str, Job]) -> list[str]:
         url("history", failed), url("start"), url("start_kind", "demo.airports"), url("pause"), url("unpause", pause),
         url("many"), url("bulk"), url("add"), url("delete", failed), "/admin/durable_jobs/jobevent/",
         "/admin/durable_jobs/pause/", "/admin/durable_jobs/workerprocess/", f"/admin/durable_jobs/pause/{pause}/change/",
-        *(url("act", job.pk, act) for job in jobs.values() for act in ("cancel", "redrive", "restart", "force", "settle", "x")),
+        *(url("act", job.pk, act) for job in (jobs["failed"], jobs["foreign"]) for act in ("cancel", "redrive", "restart", "force", "settle", "x")),
     ]  # fmt: skip
 
 

@@ -387,3 +387,37 @@ def test_the_subjects_own_page_shows_its_jobs() -> None:
     assert "Waiting" in words(client.get("/admin/demo/importrun/"))
     assert client.get("/admin/demo/importrun/add/").status_code == 200
     assert JobEvent.objects.count() == 0
+
+
+@pytest.mark.urls("tests.admin.other_site")
+def test_another_admin_site_keeps_to_itself(client: Client) -> None:
+    """F27: addresses by the site's name."""
+    job = make_job("failed", kind="tests.made")
+    service.pause(queue="slow", reason="for the test")
+    base = "/ops/durable_jobs/job"
+    pages = ["/ops/durable_jobs/", f"{base}/overview/", f"{base}/", f"{base}/{job.pk}/change/", f"{base}/{job.pk}/live/",
+             f"{base}/{job.pk}/act/cancel/", f"{base}/start/", f"{base}/pause/", "/ops/durable_jobs/jobevent/"]  # fmt: skip
+    for page in pages:
+        answer = client.get(page)
+        assert answer.status_code == 200 and "/admin/durable_jobs" not in answer.content.decode(), page
+    answer = client.post(f"{base}/many/", {"act": "cancel", "ids": [str(job.pk)]})
+    assert 'href="/admin/' not in answer.content.decode()
+    assert (
+        client.post(f"{base}/{job.pk}/act/cancel/", {"version": "x"})["Location"]
+        == f"{base}/{job.pk}/change/"
+    )
+
+
+def test_names_of_scopes_come_from_the_project(client: Client, settings: Any) -> None:
+    """F18: SCOPE_LABELS, asked once for a page."""
+    asked: list[Any] = []
+
+    def labels(scopes: list[Scope]) -> dict[Scope, str]:
+        asked.append(scopes)
+        return {Scope("acme", "north"): "Acme, northern branch"}
+
+    settings.DURABLE_JOBS = {**settings.DURABLE_JOBS, "SCOPE_LABELS": labels}
+    for scope in (Scope(), Scope("acme", "north"), Scope("acme", "north")):
+        make_job("pending", scope=scope)
+    page = words(client.get(url("changelist")))
+    assert page.count("Acme, northern branch") == 2 and len(asked) == 1
