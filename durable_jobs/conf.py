@@ -191,6 +191,9 @@ class Config:
     ADMIN_SCOPES: Setting[str | Callable[..., Any] | None] = Setting(
         None, function_or_none, "Gives the scopes that an operator's request may see; None: by permission."
     )
+    SCOPE_LABELS: Setting[str | Callable[..., Any] | None] = Setting(
+        None, function_or_none, "Gives names for scopes, for the admin; None: tenant and organization."
+    )
 
     @classmethod
     def all(cls) -> dict[str, Setting[Any]]:

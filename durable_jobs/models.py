@@ -19,6 +19,7 @@ from django.db import models, router
 from django.db.models import F, Q, Value
 from django.db.models.functions import Coalesce, Length, Now
 from django.db.models.lookups import Exact
+from django.utils.translation import gettext_lazy as _
 
 from durable_jobs import database
 from durable_jobs.exceptions import DirectWrite, ErrorClass
@@ -597,6 +598,8 @@ class JobEvent(ReadOnlyRow):
     class Meta:
         db_table = "durable_jobs_event"
         default_permissions = ("view",)
+        verbose_name = _("event")
+        verbose_name_plural = _("history")
         indexes = (
             models.Index(fields=["job", "id"], name="durable_jobs_event_job"),
             models.Index(fields=["created_at", "id"], name="durable_jobs_event_time"),
@@ -660,6 +663,8 @@ class WorkerProcess(ReadOnlyRow):
     class Meta:
         db_table = "durable_jobs_worker"
         default_permissions = ("view",)
+        verbose_name = _("worker")
+        verbose_name_plural = _("workers")
 
     def __str__(self) -> str:
         return self.owner

@@ -38,6 +38,7 @@ RIGHT = {
     "DEFAULT_QUEUE": ["default", "bulk"],
     "SCOPE_FROM_REQUEST": [None, "shop.tenants.scope", len],
     "ADMIN_SCOPES": [None, "shop.tenants.scopes", len],
+    "SCOPE_LABELS": [None, "shop.tenants.labels", len],
 }
 NO_NUMBERS = [
     True,
@@ -77,6 +78,7 @@ WRONG = {
     "DEFAULT_QUEUE": [*NO_TEXTS, "x" * 101, "manual", "a,b", "größe", "a\n"],
     "SCOPE_FROM_REQUEST": [1, True, "", "scope", "shop..scope", "shop.scope()", ["shop.scope"]],
     "ADMIN_SCOPES": [1, True, "", "scopes", "shop..scopes", "shop.scopes()", ["shop.scopes"]],
+    "SCOPE_LABELS": [1, True, "", "labels", "shop..labels", "shop.labels()", ["shop.labels"]],
 }
 
 
