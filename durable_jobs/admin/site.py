@@ -401,7 +401,7 @@ class JobAdminMixin(Screens):
                 "refusal": refusal,
                 "forbidden": forbidden,
                 "holder": holder if refusal and refusal.code == "lock_key_held" else None,
-                "hint": acts.hint(act, job),
+                "hint": acts.hint(act, job, now),
                 "form": form,
                 "version": act.version(job),
                 "subject": listing.subject_of(job, self.admin_site),
