@@ -10,7 +10,7 @@ ARGS ?=
 unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sqlite test-postgres test-e2e test-wheel screenshots bench-admin lint format wheel demo serve clean
+.PHONY: help install test test-sqlite test-postgres test-e2e prove test-wheel test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
 
 help:  ## Explain the targets
 	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
@@ -26,10 +26,12 @@ $(STAMP): requirements.txt pyproject.toml
 	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt --editable .
 	@touch $@
 
-test: install  ## Run every test on SQLite and on PostgreSQL (its own, or the one in DATABASE_URL)
-	@sqlite=0; postgres=0; \
-	$(MAKE) --no-print-directory test-sqlite || sqlite=$$?; \
+test: install  ## Run every test, on SQLite and on PostgreSQL (its own, or DATABASE_URL) side by side
+	@log=$$(mktemp); sqlite=0; postgres=0; trap 'rm -f "$$log"' EXIT; \
+	$(MAKE) --no-print-directory test-sqlite >"$$log" 2>&1 & \
 	$(MAKE) --no-print-directory test-postgres || postgres=$$?; \
+	wait $$! || sqlite=$$?; \
+	echo; cat "$$log"; \
 	report() { if [ $$2 -eq 0 ]; then echo "$$1: passed"; else echo "$$1: FAILED"; fi; }; \
 	echo; report SQLite $$sqlite; report PostgreSQL $$postgres; \
 	[ $$sqlite -eq 0 ] && [ $$postgres -eq 0 ]
@@ -53,8 +55,26 @@ screenshots: install  ## Take the pictures in docs/img, light and dark
 bench-admin: install  ## Time the screens over 1,000,000 jobs on PostgreSQL, and redrive 20,000 at once
 	$(PY) -m tests.postgres run -- $(PY) -m benchmarks.admin $(ARGS)
 
+prove: install  ## Prove repair, cancel and the crowd with the default leases and for a minute (half an hour in all)
+	env -u DATABASE_URL DURABLE_JOBS_PROVE=1 $(PY) -m pytest tests/operate $(ARGS)
+ifneq ($(filter postgres% pgsql% psql%,$(DATABASE_URL)),)
+	DURABLE_JOBS_PROVE=1 $(PY) -m pytest tests/operate $(ARGS)
+else
+	DURABLE_JOBS_PROVE=1 $(PY) -m tests.postgres run -- $(PY) -m pytest tests/operate $(ARGS)
+endif
+
 test-wheel: install  ## Build the package, install it into an empty project, and use it there
 	env -u DATABASE_URL $(PY) -m tests.wheel_smoke
+
+test-api-fuzz: install  ## Ask the REST API whatever its schema allows and forbids, as operator and as viewer (ARGS: --examples 50)
+	env -u DATABASE_URL $(PY) -m tests.api_fuzz $(ARGS)
+
+bench-rest: install  ## Time the REST API over a million jobs on PostgreSQL (ARGS: --jobs 100000)
+ifneq ($(filter postgres% pgsql% psql%,$(DATABASE_URL)),)
+	$(PY) -m benchmarks.rest $(ARGS)
+else
+	$(PY) -m tests.postgres run -- $(PY) -m benchmarks.rest $(ARGS)
+endif
 
 lint: install  ## Check style, types and missing migrations (needs no network)
 	$(PY) -m ruff check .

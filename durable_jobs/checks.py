@@ -68,7 +68,7 @@ def check_settings(app_configs: Any = None, **options: Any) -> list[CheckMessage
 
 
 def check_scopes(app_configs: Any = None, **options: Any) -> list[CheckMessage]:
-    """Report functions for scopes that cannot be found (E011)."""
+    """Report functions for scopes that cannot be found (E012)."""
     found: list[CheckMessage] = []
     for name in ("SCOPE_FROM_REQUEST", "ADMIN_SCOPES", "SCOPE_LABELS"):
         try:
@@ -88,7 +88,7 @@ def check_scopes(app_configs: Any = None, **options: Any) -> list[CheckMessage]:
                 Error(
                     f"{conf.NAME}[{name!r}] is {function!r}, {problem}.",
                     hint="Write the dotted path of a function that takes the request.",
-                    id="durable_jobs.E011",
+                    id="durable_jobs.E012",
                 )
             )
     return found
@@ -164,10 +164,14 @@ def check_commands(app_configs: Any = None, **options: Any) -> list[CheckMessage
 
 
 def check_database(app_configs: Any = None, **options: Any) -> list[CheckMessage]:
-    """Report what the settings of the jobs' database tell without asking it (E007, E008, W001, W003)."""
+    """Report what the settings of the jobs' database tell without asking it (E007, E008, E011, W001, W003)."""
     connection = connections[database.alias()]
     if connection.vendor == "sqlite":
-        return [*_sqlite_version(connection), *_sqlite_options(connection)]
+        return [
+            *_sqlite_version(connection),
+            *_sqlite_time_zone(connection),
+            *_sqlite_options(connection),
+        ]
     if connection.vendor == "postgresql":
         return list(_isolation_option(connection))
     return [
@@ -203,6 +207,17 @@ def _sqlite_version(connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
             f"needs {_dotted(OLDEST_SQLITE)} or later for jobs (RETURNING).",
             hint="Use a newer Python or SQLite library, or PostgreSQL.",
             id="durable_jobs.E008",
+        )
+
+
+def _sqlite_time_zone(connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
+    zone = connection.settings_dict.get("TIME_ZONE")
+    if zone not in (None, "UTC"):
+        yield Error(
+            f'DATABASES["{connection.alias}"]["TIME_ZONE"] is {zone!r}: Django would read the times of jobs, which '
+            "SQLite's own clock writes in UTC, as times of that zone.",
+            hint='Leave TIME_ZONE of the database out, or set it to "UTC".',
+            id="durable_jobs.E011",
         )
 
 

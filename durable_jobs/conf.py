@@ -147,9 +147,7 @@ LARGEST_TEXT: Final = 256 * MIB
 class Config:
     """The settings, each read from `settings.DURABLE_JOBS` at every access."""
 
-    TRANSPORT = Setting(
-        "database", one_of("database", "celery", "memory"), "What tells workers that a job is due."
-    )
+    TRANSPORT = Setting("database", one_of("database"), "What tells workers that a job is due.")
     DEFAULT_TENANT = Setting("default", text(64), "The tenant of calls that name no scope.")
     GRACE = Setting(
         20.0, number(0.2, 3_600), "Seconds that an expired lease must be seen expired before repair."
@@ -162,6 +160,9 @@ class Config:
         0.005, number(0.001, 60), "Seconds between two looks at whether a SQLite file has changed."
     )
     DRAIN_TIMEOUT = Setting(25.0, number(0, 86_400), "Seconds that a stopping worker waits for its slices.")
+    START_TIMEOUT = Setting(
+        60.0, number(0.5, 3_600), "Seconds in which a process of `--processes` must begin to claim."
+    )
     UNKNOWN_KIND_GRACE = Setting(
         86_400.0, number(0, 31 * 86_400), "Seconds that a job of a kind unknown here is left alone."
     )

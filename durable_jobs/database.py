@@ -11,6 +11,7 @@ import enum
 import json
 import logging
 import re
+import sqlite3
 import threading
 import time
 import uuid
@@ -303,18 +304,22 @@ def joined(using: str, *, timeout: float | None = None) -> Iterator[BaseDatabase
 
 def is_locked(error: BaseException) -> bool:
     """Whether SQLite said that somebody else holds the file."""
-    if not isinstance(error, OperationalError):
+    # PostgreSQL says "blocked by process …" of a deadlock, with a state of its own.
+    if not isinstance(error, OperationalError) or sqlstate(error):
         return False
     text = str(error)
     return "locked" in text or "busy" in text
 
 
-_LOST_STATES = ("08", "57P01", "57P02", "57P03", "57P05", "53300", "25006", "25P03")
+_LOST_STATES = (
+    "08", "57P01", "57P02", "57P03", "57P05", "53100", "53300", "53400", "58000", "58030", "25006", "25P03",
+)  # fmt: skip
+_SQLITE_AWAY = ("disk I/O error", "disk is full", "readonly database", "unable to open database file")
 _RETRY_STATES = ("40001", "40P01", "55P03")
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether the database, not the statement, is at fault: unreachable, restarting, read-only, locked.
+    """Whether the database, not the statement, is at fault: unreachable, restarting, read-only, full, locked.
 
     Such an error says nothing about the job: it is retried, and never taken for a failure of the work or
     for a lost lease.
@@ -326,6 +331,8 @@ def is_outage(error: BaseException) -> bool:
     state = sqlstate(error)
     if state:
         return state.startswith(_LOST_STATES)
+    if isinstance(error.__cause__, sqlite3.Error):
+        return any(words in str(error) for words in _SQLITE_AWAY)
     # Without a state the server never answered: the connection could not be made or was cut.
     return isinstance(error, OperationalError) and "psycopg" in type(error.__cause__).__module__
 
@@ -527,6 +534,17 @@ def _adapt_sqlite(value: Any) -> Any:
 
 def _adapt_postgresql(value: Any) -> Any:
     return value
+
+
+def clock(using: str | None = None) -> datetime:
+    """The database's clock, which judges leases and schedules."""
+    asked = connection(using)
+    value = _CLOCK.run(asked)[0][0]
+    moment = value if isinstance(value, datetime) else datetime.fromisoformat(value)
+    return moment if moment.tzinfo else moment.replace(tzinfo=asked.timezone)
+
+
+_CLOCK = Statement("SELECT {now}", types={})
 
 
 class Loader:

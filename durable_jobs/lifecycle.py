@@ -48,17 +48,9 @@ def fail(
 ) -> Job | None:
     """running → failed, by its epoch; with `parked` it waits for a human."""
 
-    def record(job: Job) -> None:
-        store.add_event(
-            job,
-            "parked" if parked else "failed",
-            code=job.error_code or job.verdict or "",
-            error_type=job.error_type or "",
-            message=job.error_message or "",
-        )
-
     event = "job_parked" if parked else "job_failed"
-    return _end(kind, lambda: store.fail_terminal(job_id, epoch, facts, parked=parked), event, record)
+    transition = partial(store.fail_terminal, job_id, epoch, facts, parked=parked)
+    return _end(kind, transition, event, _record_failed)
 
 
 def cancel(
@@ -113,6 +105,38 @@ def park_orphan(
     return _end(kind, transition, "job_parked", record)
 
 
+def complete_owned(kind: Kind | None, lease: Lease, result: str | None) -> Job | None:
+    """running → completed under an unexpired lease, whether or not a cancel was requested. No kind: no hooks."""
+    return _end(kind, lambda: store.complete_owned(lease, result, late=True), "job_completed")
+
+
+def fail_owned(kind: Kind | None, lease: Lease, facts: ErrorFacts) -> Job | None:
+    """running → failed under an unexpired lease. No kind: no hooks."""
+    return _end(kind, lambda: store.fail_owned(lease, facts), "job_failed", _record_failed)
+
+
+def cancel_owned(kind: Kind | None, lease: Lease, *, actor: str = "") -> Job | None:
+    """running → cancelled under an unexpired lease, if that was requested. No kind: no hooks."""
+    return _end(kind, lambda: store.cancel_owned(lease), "job_cancelled", partial(_record_cancelled, actor))
+
+
+def conclude(kind: Kind | None, job: Job, event: str) -> None:
+    """Hooks and whatever follows the commit, for a job that the open transaction has just ended itself.
+
+    What a hook raises is the caller's to roll back; nothing is counted.
+    """
+    transaction.on_commit(partial(_after_end, kind, job, event), using=database.alias(), robust=True)
+    if kind is not None:
+        _run_hooks(kind, job)
+
+
+def reopen(kind: Kind | None, job: Job) -> None:
+    """`on_redrive` and whatever follows the commit, for a job that the open transaction has just reopened."""
+    transaction.on_commit(partial(_after_redrive, kind, job), using=database.alias(), robust=True)
+    if kind is not None and kind.has_transition_hook:
+        _require_agreement(job, kind.on_redrive(job), "on_redrive")
+
+
 def redrive(kind: Kind, job_id: UUID, epoch: int, transition: Transition, record: Record) -> Job | None:
     """failed, orphaned, or waiting for its retry → pending, with `on_redrive` in the same transaction.
 
@@ -127,13 +151,15 @@ def redrive(kind: Kind, job_id: UUID, epoch: int, transition: Transition, record
             job = transition()
             if job is None:
                 return None
+            committed = _Committed(using, partial(_after_redrive, kind, job))
             if kind.has_transition_hook:
                 _require_agreement(job, kind.on_redrive(job), "on_redrive")
             record(job)
-            transaction.on_commit(partial(_after_redrive, kind, job), using=using, robust=True)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
+        if job is not None and committed:
+            return _despite(error, job)
         if job is None or _is_outage(error, using, raw):
             raise
         _count_failed_hook(job, epoch, error)
@@ -151,18 +177,44 @@ def _end(kind: Kind | None, transition: Transition, event: str, record: Record |
             job = transition()
             if job is None:
                 return None
+            committed = _Committed(using, partial(_after_end, kind, job, event))
             if kind is not None:
                 _run_hooks(kind, job)
             if record is not None:
                 record(job)
-            transaction.on_commit(partial(_after_end, kind, job, event), using=using, robust=True)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
+        if job is not None and committed:
+            return _despite(error, job)
         if job is None or _is_outage(error, using, raw):
             raise
         _count_failed_hook(job, job.lease_epoch, error)
         raise HookFailed(job.id, job.kind, job.status, error) from error
+    return job
+
+
+class _Committed:
+    """Known the moment the transaction has committed, before any callback that a hook has registered.
+
+    Such a callback may raise out of the end of the block, when nothing can be rolled back any more.
+    """
+
+    def __init__(self, using: str, after: Callable[[], None]) -> None:
+        self._after = after
+        self._known = False
+        transaction.on_commit(self, using=using, robust=True)
+
+    def __call__(self) -> None:
+        self._known = True
+        self._after()
+
+    def __bool__(self) -> bool:
+        return self._known
+
+
+def _despite(error: BaseException, job: Job) -> Job:
+    log("commit_callback_failed", job, level=logging.ERROR, error=error)
     return job
 
 
@@ -198,6 +250,16 @@ def _require_agreement(job: Job, answer: object, hook: str) -> None:
         )
     elif isinstance(answer, bool) or not isinstance(answer, int) or answer < 1:
         raise DomainMirrorMismatch(job, answer, hook)
+
+
+def _record_failed(job: Job) -> None:
+    store.add_event(
+        job,
+        "parked" if job.parked_at else "failed",
+        code=job.error_code or job.verdict or "",
+        error_type=job.error_type or "",
+        message=job.error_message or "",
+    )
 
 
 def _record_cancelled(
@@ -252,9 +314,10 @@ def _after_end(kind: Kind | None, job: Job, event: str) -> None:
     signals.send(signals.job_parked if job.parked_at else _SIGNALS[job.status], job)
 
 
-def _after_redrive(kind: Kind, job: Job) -> None:
-    log("job_redriven", job, redrives=job.redrives)
-    _after(kind.after_redrive, job)
+def _after_redrive(kind: Kind | None, job: Job) -> None:
+    log("job_redriven", job, redrives=job.redrives, attempts=job.attempts)
+    if kind is not None:
+        _after(kind.after_redrive, job)
     signals.send(signals.job_redriven, job)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -17,10 +18,11 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 from uuid import UUID
 
-from django.db import OperationalError, router, transaction
+from django.db import IntegrityError, OperationalError, router, transaction
 from django.db.models import Model
 
 from durable_jobs import database, jsontext, kinds, lifecycle, reconciler, signals, store, transports
+from durable_jobs.candidates import CandidatePage, CandidateQuery, candidates
 from durable_jobs.conf import config
 from durable_jobs.exceptions import (
     Busy,
@@ -32,6 +34,8 @@ from durable_jobs.exceptions import (
     LockKeyHeld,
     NotCancellable,
     NotFound,
+    NotHeld,
+    NotReclaimable,
     NotRedrivable,
     NotSettleable,
     Refusal,
@@ -46,13 +50,17 @@ from durable_jobs.store import NewJob
 __all__ = [
     "ALL_SCOPES",
     "AllScopes",
+    "CandidatePage",
+    "CandidateQuery",
     "Scope",
     "Started",
     "cancel",
+    "candidates",
     "get",
     "pause",
     "reconcile",
     "redrive",
+    "release",
     "running_under",
     "settle_without_hooks",
     "start",
@@ -110,6 +118,7 @@ def start(
     priority: int = 0,
     queue: str | None = None,
     run_after: datetime | timedelta | None = None,
+    hold: bool = False,
     meta: Mapping[str, Any] | None = None,
 ) -> Started:
     """Start a job of a registered kind.
@@ -118,6 +127,7 @@ def start(
     same key in the scope gives the same job, in whatever status it is, and refuses another input. `lock_key`:
     at most one live job of the scope has it; `if_locked="return"` gives the holder instead of refusing.
     `priority` −100 to 100, higher first. `run_after` an aware datetime or a timedelta. `meta` labels.
+    `hold=True` keeps the job until `release`: nothing starts it, and its lock key stays free.
 
     Joins the caller's transaction. It may wait there for another open transaction that starts the same key.
     Raises `UnknownKind`, `InvalidInput`, `IdempotencyConflict`, `LockKeyHeld`.
@@ -134,6 +144,7 @@ def start(
         priority=priority,
         queue=queue,
         run_after=run_after,
+        hold=hold,
         meta=meta,
     )
     return _start(ready)
@@ -161,7 +172,11 @@ def start_many(rows: Iterable[Mapping[str, Any]]) -> list[Started | DurableJobsE
     ready.sort(key=lambda one: _lock_order(one[1].new))
     for begin in range(0, len(ready), MANY):
         part = ready[begin : begin + MANY]
-        inserted = store.insert_many([one.new for _, one in part])
+        try:
+            with _refusing_deleted_users(None):
+                inserted = store.insert_many([one.new for _, one in part])
+        except InvalidInput:
+            inserted = {}  # one by one, so that the others need not suffer for it
         _announce([(one.kind, inserted[one.new.id]) for _, one in part if one.new.id in inserted])
         for number, one in part:
             job = inserted.get(one.new.id)
@@ -177,6 +192,46 @@ def get(job_id: UUID | str, *, scope: Scope | AllScopes | None = None) -> Job | 
     if job is None or (wanted is not None and job.scope != wanted):
         return None
     return job
+
+
+def release(
+    job_id: UUID | str, *, actor: Any = "", reason: str = "", scope: Scope | AllScopes | None = None
+) -> Job:
+    """Let a held job run: it is pending, due now, and takes its lock key.
+
+    Joins the caller's transaction. Raises `NotFound`, `NotHeld`, `LockKeyHeld`, `NotReclaimable` (its input was
+    changed since it was started), `Busy`.
+    """
+    who = _actor(actor)
+    job_uuid, wanted = _required_id(job_id), _scope(scope)
+    try:
+        with database.joined(database.alias()):
+            job = store.release_held(job_uuid, scope=wanted)
+            if not isinstance(job, Job):
+                raise _not_released(job_id, job, get(job_uuid, scope=scope))
+            store.add_event(job, "released", actor=who.text, actor_id=who.id, reason=jsontext.clean(reason))
+            transports.current().publish(job)
+    except OperationalError as error:
+        if database.is_locked(error):
+            raise Busy(job_uuid) from error
+        raise
+    log("job_released", job, actor=who.text)
+    return job
+
+
+def _not_released(job_id: object, answer: store.Answer | None, now: Job | None) -> Refusal:
+    if now is None:
+        return NotFound(job_id)
+    if answer is not None:
+        holder = store.by_lock_key(now.lock_key or "", now.scope)
+        return LockKeyHeld(now.lock_key or "", holder.id if holder else None)
+    if now.status != Status.HELD:
+        return NotHeld(now.id, now.status)
+    if now.queue_name == RESERVED_QUEUE:
+        return NotHeld(now.id, now.status, "no worker serves its queue; its manager resumes it")
+    if now.diagnostic:
+        return NotReclaimable(now.id, now.diagnostic.rstrip("."))
+    return Busy(now.id)
 
 
 def cancel(
@@ -224,7 +279,7 @@ def cancel(
         transports.current().hint_cancel(job)
         return job
     kind = kinds.find(job.kind)
-    if kind is None:
+    if kind is None and job.queue_name != RESERVED_QUEUE:
         # Its hooks are unknown here: a process that knows the kind ends it.
         return job
     try:
@@ -276,6 +331,10 @@ def redrive(
         raise RestartNotAllowed(before.id, before.kind)
     if before.status in (Status.COMPLETED, Status.CANCELLED):
         raise NotRedrivable(before.id, before.status)
+    if before.queue_name == RESERVED_QUEUE:
+        raise NotRedrivable(
+            before.id, before.status, "no worker serves its queue; its owner resumes or retries it"
+        )
     if before.verdict == Verdict.UNRECOVERABLE and not force:
         raise ForceRequired(before.id)
     _require_free_lock(before)
@@ -308,7 +367,8 @@ def redrive(
                 "restart": restart,
                 "delay": wait,
                 "error_type": before.error_type,
-                "checkpoint": before.checkpoint_text if restart else None,
+                # A restart forgets where the work was: here it is kept.
+                **({"checkpoint": before.checkpoint_text} if restart else {}),
             },
         )
         transports.current().publish(job)
@@ -403,7 +463,8 @@ def _start(ready: _Ready) -> Started:
     if earlier is not None:
         return earlier
     for _ in range(ATTEMPTS_AT_A_FREED_KEY):
-        job = store.insert(ready.new)
+        with _refusing_deleted_users(ready.new.created_by):
+            job = store.insert(ready.new)
         if job is not None:
             _announce([(ready.kind, job)])
             return Started(job, True)
@@ -415,6 +476,19 @@ def _start(ready: _Ready) -> Started:
     raise DurableJobsError(
         f"Job {ready.new.id} was not inserted, and no key explains it: its id exists already."
     )
+
+
+@contextmanager
+def _refusing_deleted_users(user_id: Any) -> Iterator[None]:
+    """The user is the one row that a new job points to; in a caller's transaction its commit is the judge."""
+    try:
+        yield
+    except IntegrityError as error:
+        if "foreign key" not in str(error).lower():
+            raise
+        raise InvalidInput(
+            "created_by", user_id, "is a user that has been deleted", "Pass a saved user, or None."
+        ) from error
 
 
 def _answer(ready: _Ready) -> Started | DurableJobsError:
@@ -465,7 +539,7 @@ def _announce(started: list[tuple[Kind, Job]]) -> None:
     transport, told = transports.current(), set()
     for _, job in started:
         route = (job.queue_name, job.kind, job.priority)
-        if not transport.transactional or route not in told:
+        if job.status == Status.PENDING and (not transport.transactional or route not in told):
             told.add(route)
             transport.publish(job)
         transaction.on_commit(partial(signals.send, signals.job_created, job), using=using, robust=True)
@@ -495,7 +569,7 @@ def _require_free_lock(job: Job) -> None:
 
 _OPTIONS = frozenset(
     ("scope", "subject", "idempotency_key", "lock_key", "if_locked", "created_by", "priority", "queue",
-     "run_after", "meta")
+     "run_after", "hold", "meta")
 )  # fmt: skip
 
 
@@ -530,6 +604,7 @@ def _prepare(
     priority: Any = 0,
     queue: Any = None,
     run_after: Any = None,
+    hold: Any = False,
     meta: Any = None,
 ) -> _Ready:
     known = kinds.get(kind)
@@ -539,12 +614,18 @@ def _prepare(
     text = jsontext.encode(input, field="input", limit=config.MAX_INPUT_BYTES)
     subject_type, subject_id = _subject(known, subject)
     run_at, delay = _moment(run_after)
+    if not isinstance(hold, bool):
+        raise InvalidInput("hold", hold, "is neither True nor False", "Pass the boolean itself.")
+    if hold and run_after is not None:
+        raise InvalidInput(
+            "run_after", run_after, "has no meaning for held work", "Release the job when it is to run."
+        )
     if if_locked not in ("raise", "return"):
         raise InvalidInput("if_locked", if_locked, "is unknown", 'Use "raise" or "return".')
     new = NewJob(
         id=uuid7(),
         kind=known.name,
-        status=Status.PENDING.value,
+        status=(Status.HELD if hold else Status.PENDING).value,
         tenant=owner.tenant,
         organization=owner.organization,
         queue=_queue(known, queue),

@@ -173,7 +173,7 @@ def make_job(
     if status == Status.CANCELLED:
         store.request_cancel(job.id, scope=None)
         return _present(_inside(lambda: store.cancel_waiting(job.id)))
-    ttl = 0.0 if status == "expired" else lease_seconds
+    ttl = -1.0 if status == "expired" else lease_seconds
     claimed = store.claim(job.id, 0, 0, who, ttl)
     assert isinstance(claimed, Job)
     lease = Lease(job.id, who, claimed.lease_epoch, lease_seconds)

@@ -84,7 +84,8 @@ class Worker:
     """Runs the jobs of these queues and kinds (default: of all) until it is stopped.
 
     `concurrency` slices at a time (default 4), `drain_timeout` in seconds (default: the setting
-    DRAIN_TIMEOUT), `until_idle` ends it when nothing is left to do.
+    DRAIN_TIMEOUT), `until_idle` ends it when nothing is left to do. `begun` is called when the database has
+    answered and the first claim comes next.
     """
 
     def __init__(
@@ -94,12 +95,14 @@ class Worker:
         concurrency: int | None = None,
         until_idle: bool = False,
         drain_timeout: float | None = None,
+        begun: Callable[[], None] | None = None,
     ) -> None:
         self.owner = new_owner()
         self.queues, self.kinds = queues, kinds
         self.concurrency = concurrency or DEFAULT_CONCURRENCY
         self.until_idle = until_idle
         self.drain_timeout = config.DRAIN_TIMEOUT if drain_timeout is None else drain_timeout
+        self._begun = begun
         self.keeper = Keeper(self.owner)
         self.claimer = Claimer(self.owner, queues=queues, kinds=kinds)
         self.listener = Listener(self.claimer.heard, self._heard_cancel)
@@ -128,6 +131,8 @@ class Worker:
                 return refused
             try:
                 self._begin()
+                if self._begun is not None:
+                    self._begun()
                 code = self._work()
                 return self._drain(code)
             finally:
@@ -386,7 +391,7 @@ class Worker:
             host=socket.gethostname(),
             pid=os.getpid(),
             queues=sorted(self.queues or ()),
-            kinds=sorted(self.kinds or ()),
+            kinds=sorted(self.claimer.known()),
             concurrency=self.concurrency,
         )
 

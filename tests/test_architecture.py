@@ -35,6 +35,7 @@ LAYERS = (
         "access",
     ),
     ("worker", "admin", "rest", "tasks", "checks", "metrics", "telemetry", "health", "templatetags"),
+    ("supervisor",),
     ("management", "testing"),
     ("apps",),
 )
@@ -47,6 +48,7 @@ OPTIONAL = {
     # Packages that an installation may do without, and the only places that import them.
     "rest_framework": ("rest",),
     "drf_spectacular": ("rest",),
+    "django_filters": ("rest",),
     "celery": ("transports",),
     "prometheus_client": ("metrics", "rest"),
     "opentelemetry": ("telemetry",),

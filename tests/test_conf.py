@@ -16,13 +16,14 @@ def given(**values):
 
 
 RIGHT = {
-    "TRANSPORT": ["database", "celery", "memory"],
+    "TRANSPORT": ["database"],
     "DEFAULT_TENANT": ["acme", "x" * 64, "größe"],
     "GRACE": [0.2, 1, 3600],
     "TICK": [0, 0.1, 3600],
     "POLL": [0.01, 60],
     "SQLITE_POLL": [0.001, 1],
     "DRAIN_TIMEOUT": [0, 86_400],
+    "START_TIMEOUT": [0.5, 60, 3_600],
     "UNKNOWN_KIND_GRACE": [0, 60, 2_678_400],
     "STALLED_AFTER": [1, 2_678_400],
     "NOTIFY_DEBOUNCE": [0, 10],
@@ -55,13 +56,14 @@ NO_NUMBERS = [
 ]
 NO_TEXTS = [None, 1, True, b"x", "", "  ", "a\0b"]
 WRONG = {
-    "TRANSPORT": [*NO_TEXTS, "Database", "redis", ["database"]],
+    "TRANSPORT": [*NO_TEXTS, "Database", "redis", "celery", "memory", ["database"]],
     "DEFAULT_TENANT": [*NO_TEXTS, "x" * 65],
     "GRACE": [*NO_NUMBERS, 0, 0.1, 3601],
     "TICK": [*NO_NUMBERS, -0.1, 3601],
     "POLL": [*NO_NUMBERS, 0, 61],
     "SQLITE_POLL": [*NO_NUMBERS, 0, 61],
     "DRAIN_TIMEOUT": [*NO_NUMBERS, 86_401],
+    "START_TIMEOUT": [*NO_NUMBERS, 0, 3_601],
     "UNKNOWN_KIND_GRACE": NO_NUMBERS,
     "STALLED_AFTER": [*NO_NUMBERS, 0],
     "NOTIFY_DEBOUNCE": [*NO_NUMBERS, 11],

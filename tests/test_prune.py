@@ -27,7 +27,7 @@ from tests.processes import Processes
 from tests.store import rows
 from tests.store.conftest import no_users_remembered  # noqa: F401
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = pytest.mark.django_db
 
 OLD = 100
 LATER = datetime.now(UTC) + timedelta(days=1)

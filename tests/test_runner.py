@@ -523,6 +523,29 @@ class TestFence:
         assert run_slice(start(made(step))).outcome == Outcome.COMPLETED
         assert marks() == ["a"]
 
+    @pytest.mark.parametrize("nasty", [ValueError("x"), SystemExit(3)], ids=repr)
+    def test_a_callback_that_raises_after_the_commit_does_not_undo_it(self, nasty: BaseException) -> None:
+        """C054: rows and cursor are committed, so ctx has moved on: whoever goes on must not do the batch again."""
+
+        def fail() -> None:
+            raise nasty
+
+        def step(ctx: Any) -> Done:
+            with pytest.raises(type(nasty)), ctx.fenced():
+                mark("a")
+                transaction.on_commit(fail)
+                ctx.save_checkpoint({"at": 1}, advance=1)
+            assert (ctx.checkpoint, ctx.processed) == ({"at": 1}, 1)
+            with ctx.fenced():
+                mark("b")
+                ctx.save_checkpoint({"at": 2}, advance=1)
+            return Done()
+
+        job = start(made(step))
+        change(job, consecutive_failures=2)
+        assert run_slice(job).outcome == Outcome.COMPLETED
+        assert (marks(), row(job).checkpoint, row(job).processed_count) == (["a", "b"], {"at": 2}, 2)
+
     def test_a_long_fence_is_told(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -1735,14 +1758,15 @@ class TestFailures:
         now = row(job)
         assert (now.verdict, now.error_code, ran) == ("unrecoverable", "input_changed", [])
 
+    @pytest.mark.parametrize("error", [DatabaseError("violates a check"), SystemExit(3)], ids=repr)
     def test_a_statement_that_never_succeeds_is_counted_and_ends_the_job(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, error: BaseException, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """An outcome that cannot be written must not be tried for ever, and never as somebody's outage."""
         ran: list[int] = []
 
         def refuse(*_: Any, **__: Any) -> None:
-            raise DatabaseError("violates a check")
+            raise error
 
         monkeypatch.setattr(store, "complete", refuse)
         job = start(made(lambda ctx: ran.append(1) or Done()))
@@ -2213,6 +2237,27 @@ class TestConnection:
         assert run_slice(job, keeper=KeptHolds()).outcome == Outcome.COMPLETED
         assert (len(tries), len(ran), row(job).result) == (4, 1, "kept")
         assert [r.event for r in caplog.records if r.levelno >= logging.WARNING] == ["outcome_waits"]
+
+    @pytest.mark.parametrize("state", ["40001", "40P01", "55P03"])
+    def test_a_conflict_while_the_outcome_is_written_is_tried_again(
+        self, state: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A deadlock or a serialization failure says nothing about the job."""
+        monkeypatch.setattr(runner, "FIRST_WAIT_SECONDS", 0.001)
+        real, tries = store.yield_slice, []
+
+        def flaky(*arguments: Any, **options: Any) -> Any:
+            tries.append(1)
+            if len(tries) < 3:
+                cause = Exception("as the driver says it")
+                cause.sqlstate = state  # type: ignore[attr-defined]
+                raise OperationalError("deadlock detected") from cause
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(store, "yield_slice", flaky)
+        job = start(made(lambda ctx: Yield()))
+        assert run_slice(job, keeper=KeptHolds()).outcome == Outcome.YIELDED
+        assert (len(tries), limits(job)) == (3, (0, 0, 0, 0))
 
     def test_an_end_whose_answer_was_lost_is_known_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """COMMIT went through, its reply did not: the row says what became of the slice, and nobody took it."""

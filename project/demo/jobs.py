@@ -17,6 +17,7 @@ from durable_jobs.models import Job, Scope
 from project.demo import airports
 from project.demo.airports import FIELDS, BadRow, Row
 from project.demo.models import Airport, ImportBatch, ImportedRow, ImportRun
+from project.demo.scopes import scope_of_user
 
 if TYPE_CHECKING:
     from durable_jobs.runner import SliceContext
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 Status = ImportRun.Status
 
 LOCK_KEY = "airports"
-"""One import at a time writes the table."""
+"""One import of a scope at a time writes the table."""
 
 
 class Import(BatchKind):
@@ -138,4 +139,11 @@ def start_import(run: ImportRun, *, limit: int | None = None, pause: float | Non
     else:
         input["limit"] = limit
         kind = AirportsImport
-    return service.start(kind, input, subject=run, lock_key=LOCK_KEY, created_by=run.created_by).job
+    return service.start(
+        kind,
+        input,
+        scope=scope_of_user(run.created_by),
+        subject=run,
+        lock_key=LOCK_KEY,
+        created_by=run.created_by,
+    ).job

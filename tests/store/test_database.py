@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -224,6 +225,12 @@ def test_a_debugging_connection_runs_them_too() -> None:
 # --- errors --------------------------------------------------------------------------------------------------------
 
 
+def of_sqlite(text: str) -> OperationalError:
+    error = OperationalError(text)
+    error.__cause__ = sqlite3.OperationalError(text)
+    return error
+
+
 def error_of(state: str | None, kind: type[DatabaseError] = OperationalError) -> DatabaseError:
     error = kind("told by the server")
     if state is not None:
@@ -242,6 +249,12 @@ def error_of(state: str | None, kind: type[DatabaseError] = OperationalError) ->
         (error_of("25P03"), True, False),
         (error_of("25006"), True, False),
         (error_of("53300"), True, False),
+        (error_of("53100"), True, False),
+        (error_of("58030"), True, False),
+        (of_sqlite("disk I/O error"), True, False),
+        (of_sqlite("database or disk is full"), True, False),
+        (of_sqlite("attempt to write a readonly database"), True, False),
+        (of_sqlite("no such table: x"), False, False),
         (error_of("40001"), False, True),
         (error_of("40P01"), False, True),
         (error_of("55P03"), False, True),

@@ -51,9 +51,16 @@ Make = Callable[[], OtherConnection]
 
 @contextlib.contextmanager
 def at_once(seconds: float = 1.0) -> Iterator[None]:
-    """The block must not have waited for anybody."""
+    """The block must not have waited for anybody; on PostgreSQL a wait for a lock is cut short."""
+    waits = connection.vendor == "postgresql"
+    if waits:
+        execute("SET lock_timeout = '3s'")
     start = time.monotonic()
-    yield
+    try:
+        yield
+    finally:
+        if waits and not connection.needs_rollback:
+            execute("RESET lock_timeout")
     assert time.monotonic() - start < seconds, "waited"
 
 
@@ -298,17 +305,20 @@ def test_the_idle_timeout_ends_with_the_fence() -> None:
 
 
 @on_postgresql
-def test_rows_that_point_to_the_job_are_inserted_under_its_fence(second_connection: OtherConnection) -> None:
+@pytest.mark.parametrize(
+    "write",
+    [lambda lease: store.lock_fence(lease, 30), store.write_checkpoint, store.yield_slice],
+    ids=["lock_fence", "write_checkpoint", "yield_slice"],
+)
+def test_rows_that_point_to_the_job_are_inserted_under_its_fence(
+    second_connection: OtherConnection, write: Callable[[Lease], Any]
+) -> None:
     """P12: FOR NO KEY UPDATE lets every foreign key to the job through."""
     job_id = make("running")
     execute("CREATE TABLE tests_pointer (job_id uuid REFERENCES durable_jobs_job (id))")
     try:
-        second_connection.enter(transaction.atomic())
-        assert second_connection.run(store.lock_fence, lease_on(job_id), 30)
-        with at_once(), transaction.atomic():
-            execute("SET LOCAL lock_timeout = '2s'")
+        with held(second_connection, write, lease_on(job_id)), at_once(), transaction.atomic():
             execute("INSERT INTO tests_pointer VALUES (%s)", job_id)
-        second_connection.leave()
     finally:
         execute("DROP TABLE tests_pointer")
 
@@ -424,6 +434,24 @@ def test_a_view_and_a_slice_do_not_deadlock(second_connection: OtherConnection) 
             assert store.request_cancel(job_id, scope=SCOPE) == "posted"
     assert slice_waits.result(10) == 1
     second_connection.leave()
+
+
+@on_postgresql
+def test_counting_a_failed_hook_waits_for_nobody(second_connection: OtherConnection) -> None:
+    """P11, P14: a view that holds a domain row counts; a slice that holds the job wants that row."""
+    job_id = make("running")
+    group = Group.objects.create(name="domain")
+    second_connection.enter(database.transaction(database.alias()))
+    assert second_connection.run(store.lock_fence, lease_on(job_id), 30)
+    with transaction.atomic():
+        Group.objects.select_for_update().get(pk=group.pk)
+        slice_waits = second_connection.begin(Group.objects.filter(pk=group.pk).update, name="by the slice")
+        assert is_blocked(slice_waits)
+        with at_once():
+            assert store.bump_mirror_attempts(job_id, EPOCH) is False
+    assert slice_waits.result(10) == 1
+    second_connection.leave()
+    assert store.bump_mirror_attempts(job_id, EPOCH) is True
 
 
 @on_postgresql
@@ -650,6 +678,24 @@ def test_another_unique_violation_is_not_the_lock_key(monkeypatch: pytest.Monkey
     with pytest.raises(IntegrityError), transaction.atomic():
         store.redrive(job_id, scope=SCOPE, grace=GRACE)
     assert image(other)["idempotency_key"] == "taken"
+
+
+@on_postgresql
+def test_a_stricter_transaction_is_told_to_try_again(second_connection: OtherConnection) -> None:
+    """P16, C104: REPEATABLE READ is the caller's wish; the error is a conflict, not a failure of the job."""
+    job_id = make("running")
+    with pytest.raises(OperationalError) as start, transaction.atomic():
+        execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        assert Job.objects.count() == 1
+        second_connection.run(store.insert, new(idempotency_key="k"))
+        store.insert(new(idempotency_key="k"))
+    with pytest.raises(OperationalError) as cancel, transaction.atomic():
+        execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        assert Job.objects.count() == 2
+        second_connection.run(store.beat_many, ME, [lease_on(job_id)])
+        store.request_cancel(job_id, scope=None)
+    for error in (start.value, cancel.value):
+        assert database.is_conflict(error) and not database.is_outage(error)
 
 
 # --- SQLite ---------------------------------------------------------------------------------------------------

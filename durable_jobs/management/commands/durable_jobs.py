@@ -11,6 +11,7 @@ from durable_jobs.management.acts import EXIT_CODES, Act, perform
 from durable_jobs.management.acts.acting import Cancel, PauseWork, Redrive, Settle, Start, Unpause
 from durable_jobs.management.acts.looking import Explain, Health, Kinds, List, Show, Stats
 from durable_jobs.management.acts.upkeep import Prune, Reconcile, Work
+from durable_jobs.supervisor import has_checked
 
 ACTS: tuple[type[Act], ...] = (
     Work, Reconcile, Prune, Start, List, Show, Explain, Cancel, Redrive, PauseWork, Unpause, Settle, Kinds, Stats,
@@ -50,7 +51,7 @@ class Command(BaseCommand):
             subparser.set_defaults(perform=act)
 
     def execute(self, *args: Any, **options: Any) -> Any:
-        if not options["perform"].has_checks:
+        if not options["perform"].has_checks or has_checked(options):
             self.requires_system_checks = []
         return super().execute(*args, **options)
 

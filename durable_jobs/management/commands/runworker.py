@@ -5,25 +5,33 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from typing import Any
+import threading
+from typing import Any, NoReturn
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from durable_jobs import database, kinds, store
 from durable_jobs.management.arguments import here
 from durable_jobs.models import MANUAL_QUEUE
+from durable_jobs.supervisor import Line, Supervisor, drain_on_change, has_checked
 from durable_jobs.worker import DEFAULT_CONCURRENCY, Worker, leave
 
 MOST_THREADS = 256
+MOST_PROCESSES = 64
 LONGEST_DRAIN = 86_400
 
 EPILOG = """
 SIGTERM or SIGINT drains: no more claims, running slices are asked to yield at their next boundary, and what
 was claimed but not begun goes back. A second signal (half a second later or more) leaves at once.
 
+With --processes this process starts the workers, each an interpreter of its own, and starts another in place of
+one that ends: at once, then with growing delays. What a process held that was killed is repaired at once. When
+it is killed itself, its workers drain. A first worker that cannot begin ends it all, with that worker's code.
+
 exit codes: 0 drained, or idle with --until-idle; 1 slices still ran when the drain timeout was over;
-3 the tables are missing, migrate first; 4 the database does not answer at the start; 75 every thread hangs in
-a step, start a new process; 130 and 143 a second SIGINT or SIGTERM.
+3 the tables are missing, migrate first; 4 the database does not answer at the start; 70 given up, as processes
+ended again and again (--processes); 75 every thread hangs in a step, start a new process; 130 and 143 a second
+SIGINT or SIGTERM.
 """
 
 
@@ -53,6 +61,20 @@ class Command(BaseCommand):
             help=f"slices that run at a time, 1 to {MOST_THREADS} (default: {DEFAULT_CONCURRENCY})",
         )
         parser.add_argument(
+            "--processes",
+            type=_processes,
+            metavar="N",
+            help=(
+                f"start N such workers, 1 to {MOST_PROCESSES}, and replace those that end (default: this process is"
+                " the worker)"
+            ),
+        )
+        parser.add_argument(
+            "--reload",
+            action="store_true",
+            help="drain and start again when the project's code changes; for development only",
+        )
+        parser.add_argument(
             "--drain-timeout",
             type=_seconds,
             metavar="SECONDS",
@@ -67,17 +89,41 @@ class Command(BaseCommand):
             help="end when nothing is due, running or waiting for a retry (what is scheduled for later may stay)",
         )
 
+    def execute(self, *args: Any, **options: Any) -> Any:
+        if has_checked(options):
+            self.requires_system_checks = []
+        return super().execute(*args, **options)
+
     def handle(self, *args: Any, **options: Any) -> None:
         log_to_stderr_by_default(options["verbosity"])
         self._refuse_unknown(options["queues"], options["kinds"])
+        line = Line.of_this_process()
+        if line is None and (options["processes"] or options["reload"]):
+            self._supervise(options)
         worker = Worker(
             queues=options["queues"],
             kinds=options["kinds"],
             concurrency=options["concurrency"],
             until_idle=options["until_idle"],
             drain_timeout=options["drain_timeout"],
+            begun=line.ready if line is not None else None,
         )
+        if line is not None:
+            line.attach(worker)
+            if options["reload"]:
+                drain_on_change(worker)
         leave(worker, worker.run())
+
+    def _supervise(self, options: dict[str, Any]) -> NoReturn:
+        if threading.current_thread() is not threading.main_thread():
+            raise CommandError("--processes and --reload need the main thread, which alone gets signals.")
+        supervisor = Supervisor(
+            options["processes"] or 1,
+            until_idle=options["until_idle"],
+            drain_timeout=options["drain_timeout"],
+            reloading=options["reload"],
+        )
+        sys.exit(supervisor.run())
 
     def _refuse_unknown(self, queues: list[str] | None, chosen: list[str] | None) -> None:
         unknown = sorted(set(chosen or ()) - set(kinds.names()))
@@ -129,6 +175,10 @@ def _names(text: str) -> list[str]:
 
 def _threads(text: str) -> int:
     return int(_number(text, 1, MOST_THREADS, int))
+
+
+def _processes(text: str) -> int:
+    return int(_number(text, 1, MOST_PROCESSES, int))
 
 
 def _seconds(text: str) -> float:
