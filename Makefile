@@ -10,7 +10,7 @@ ARGS ?=
 unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sqlite test-postgres prove test-e2e test-wheel test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
+.PHONY: help install test test-sqlite test-postgres test-e2e prove test-wheel test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
 
 help:  ## Explain the targets
 	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
@@ -46,14 +46,6 @@ else
 	$(PY) -m tests.postgres run -- $(PY) -m pytest $(ARGS)
 endif
 
-prove: install  ## Prove repair, cancel and the crowd with the default leases and for a minute (half an hour in all)
-	env -u DATABASE_URL DURABLE_JOBS_PROVE=1 $(PY) -m pytest tests/operate $(ARGS)
-ifneq ($(filter postgres% pgsql% psql%,$(DATABASE_URL)),)
-	DURABLE_JOBS_PROVE=1 $(PY) -m pytest tests/operate $(ARGS)
-else
-	DURABLE_JOBS_PROVE=1 $(PY) -m tests.postgres run -- $(PY) -m pytest tests/operate $(ARGS)
-endif
-
 test-e2e: install  ## Drive the screens in Chromium (installed when missing, as root), and check them with axe-core
 	env -u DATABASE_URL $(PY) -m pytest --ds=tests.e2e.settings tests/e2e $(ARGS)
 
@@ -62,6 +54,14 @@ screenshots: install  ## Take the pictures in docs/img, light and dark
 
 bench-admin: install  ## Time the screens over 1,000,000 jobs on PostgreSQL, and redrive 20,000 at once
 	$(PY) -m tests.postgres run -- $(PY) -m benchmarks.admin $(ARGS)
+
+prove: install  ## Prove repair, cancel and the crowd with the default leases and for a minute (half an hour in all)
+	env -u DATABASE_URL DURABLE_JOBS_PROVE=1 $(PY) -m pytest tests/operate $(ARGS)
+ifneq ($(filter postgres% pgsql% psql%,$(DATABASE_URL)),)
+	DURABLE_JOBS_PROVE=1 $(PY) -m pytest tests/operate $(ARGS)
+else
+	DURABLE_JOBS_PROVE=1 $(PY) -m tests.postgres run -- $(PY) -m pytest tests/operate $(ARGS)
+endif
 
 test-wheel: install  ## Build the package, install it into an empty project, and use it there
 	env -u DATABASE_URL $(PY) -m tests.wheel_smoke

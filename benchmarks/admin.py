@@ -30,6 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=JOBS)
     parser.add_argument("--failed", type=int, default=FAILED)
+    parser.add_argument("--pages", action="store_true", help="only the pages, no bulk")
     parser.add_argument("--act", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
@@ -45,7 +46,7 @@ def main() -> int:
         return 2
     old = setup_databases(verbosity=0, interactive=False)
     try:
-        return measure(options.jobs, options.failed)
+        return measure(options.jobs, options.failed, bulks=not options.pages)
     finally:
         teardown_databases(old, verbosity=0)
 
@@ -62,14 +63,14 @@ def register() -> None:
     kinds.register(Sync)
 
 
-def measure(jobs: int, failed: int) -> int:
+def measure(jobs: int, failed: int, *, bulks: bool) -> int:
     begun = time.perf_counter()
     fill(jobs, failed)
     print(
         f"{jobs:,} jobs made in {time.perf_counter() - begun:.0f} s, {LARGE} with 1 MiB each in input and result\n"
     )
     slow = look()
-    wrong = bulk(failed, kill=False) + bulk(failed, kill=True)
+    wrong = bulk(failed, kill=False) + bulk(failed, kill=True) if bulks else []
     print(
         "\n"
         + ("All as it should be." if not slow + wrong else "NOT as it should be: " + "; ".join(slow + wrong))

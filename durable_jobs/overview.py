@@ -27,7 +27,6 @@ MOST: Final = 10_000
 WINDOWS: Final = {"1 h": timedelta(hours=1), "24 h": timedelta(hours=24), "7 d": timedelta(days=7)}
 PROBED_AFTER: Final = 45.0
 """A worker shows itself every ten seconds, unless its claiming has stood still for thirty."""
-EVERYTHING: Final = Q()
 
 
 @dataclass(frozen=True)
@@ -74,58 +73,52 @@ class Counts:
     ended: dict[str, dict[str, Bounded]]
 
 
-def counts(among: Q = EVERYTHING, *, most: int | None = None) -> Counts:
-    """Count, up to `most` each (default: `MOST`); `among` narrows the jobs, to a scope for example."""
-    now = store.now()
+def counts(where: Q | None = None, *, most: int | None = None) -> Counts:
+    """Count, up to `most` each (default: `MOST`); `where` narrows the jobs, to a scope for example."""
+    now, within = store.now(), where or Q()
+    most = MOST if most is None else most
+    counted = live(now, within, most=most)
     ended = {
         label: {
-            status: _count(Q(status=status, finished_at__gte=now - window) & among, most)
+            status: _count(Q(status=status, finished_at__gte=now - window) & within, most)
             for status in (Status.COMPLETED.value, Status.FAILED.value, Status.CANCELLED.value)
         }
         for label, window in WINDOWS.items()
     }
-    return Counts(now, live(now, among, most=most), ended)
+    return Counts(now, counted, ended)
 
 
 def stats() -> Stats:
     """Count everything."""
     counted = counts()
-    now = counted.now
-    workers = explain.live_workers(now)
+    workers = explain.live_workers(counted.now)
     return Stats(
-        now=now,
+        now=counted.now,
         live=counted.live,
         ended=counted.ended,
-        failures=_failures(now - WINDOWS["24 h"]),
-        queues=queues(now, workers),
+        failures=_failures(counted.now - WINDOWS["24 h"]),
+        queues=queues(counted.now, workers),
         workers=workers,
         pauses=list(Pause.objects.using(database.alias()).order_by("id")),
     )
 
 
-def live(now: datetime, among: Q = EVERYTHING, *, most: int | None = None) -> dict[str, Bounded]:
-    """Jobs that have not ended, by what they wait for, and those that need a human. `among` narrows them."""
-    most = MOST if most is None else most
-    conditions = {
-        "waiting": Q(status=Status.PENDING, next_run_at__lte=now),
-        "scheduled": Q(status=Status.PENDING, next_run_at__gt=now),
-        "retrying": Q(status=Status.RUNNING, next_run_at__isnull=False),
-        "running": Q(status=Status.RUNNING, lease_owner__isnull=False),
-        "stopping": Q(cancel_requested_at__isnull=False, finished_at__isnull=True),
-        "failed": Q(status=Status.FAILED, parked_at__isnull=True),
-        "parked": Q(status=Status.FAILED, parked_at__isnull=False),
-    }
-    counted = {name: _count(condition & among, most) for name, condition in conditions.items()}
-    stuck = _bounded(len(stuck_jobs(now, limit=most + 1, among=among)), most)
+def live(now: datetime, where: Q | None = None, *, most: int | None = None) -> dict[str, Bounded]:
+    """Jobs that have not ended, by what they wait for, and those that need a human; `where` narrows them."""
+    within, most = where or Q(), MOST if most is None else most
     return {
-        name: stuck if name == "stuck" else counted[name]
-        for name in (
-            "waiting", "scheduled", "retrying", "running", "stopping", "stuck", "failed", "parked",
-        )
-    }  # fmt: skip
+        "waiting": _count(Q(status=Status.PENDING, next_run_at__lte=now) & within, most),
+        "scheduled": _count(Q(status=Status.PENDING, next_run_at__gt=now) & within, most),
+        "retrying": _count(Q(status=Status.RUNNING, next_run_at__isnull=False) & within, most),
+        "running": _count(Q(status=Status.RUNNING, lease_owner__isnull=False) & within, most),
+        "stopping": _count(Q(cancel_requested_at__isnull=False, finished_at__isnull=True) & within, most),
+        "stuck": _bounded(len(stuck_jobs(now, limit=most + 1, where=within)), most),
+        "failed": _count(Q(status=Status.FAILED, parked_at__isnull=True) & within, most),
+        "parked": _count(Q(status=Status.FAILED, parked_at__isnull=False) & within, most),
+    }
 
 
-def stuck_jobs(now: datetime, *, limit: int, slack: float = 0.0, among: Q = EVERYTHING) -> list[Job]:
+def stuck_jobs(now: datetime, *, limit: int, slack: float = 0.0, where: Q | None = None) -> list[Job]:
     """Jobs that do not get on by themselves, oldest first; `slack` seconds are still given to lease and cancel."""
     moment = now - timedelta(seconds=slack)
     found: dict[UUID, Job] = {}
@@ -134,7 +127,7 @@ def stuck_jobs(now: datetime, *, limit: int, slack: float = 0.0, among: Q = EVER
         Q(status=Status.RUNNING),
         Q(cancel_requested_at__isnull=False, finished_at__isnull=True) & ~Q(status=Status.RUNNING),
     ):
-        jobs = _jobs().filter(condition, among).exclude(queue_name=MANUAL_QUEUE).order_by()
+        jobs = _jobs().filter(condition & (where or Q())).exclude(queue_name=MANUAL_QUEUE).order_by()
         for job in jobs.defer(*LARGE_COLUMNS)[:MOST]:
             if explain.phase(job, moment) is explain.Phase.STUCK:
                 found[job.id] = job
@@ -184,9 +177,9 @@ class Recent:
     failures_since: datetime | None
 
 
-def recent(now: datetime, among: Q = EVERYTHING) -> Recent:
-    """Throughput, waiting and failures; `among` narrows the jobs, to a scope for example."""
-    jobs = _jobs().filter(among)
+def recent(now: datetime, where: Q | None = None) -> Recent:
+    """Throughput, waiting and failures; `where` narrows the jobs, to a scope for example."""
+    jobs = _jobs().filter(where or Q())
     ended = jobs.filter(finished_at__gte=now - HOUR, finished_at__lte=now).order_by("-finished_at")
     rows = list(ended.values_list("finished_at", "status", _WAITED)[: MOST + 1])
     bars = _by_five_minutes(now, rows)
@@ -268,18 +261,19 @@ def _failures(since: datetime) -> list[tuple[str, str, Bounded]]:
     return [(kind, error, Bounded(number, more)) for (kind, error), number in counted.most_common()]
 
 
-def queues(now: datetime, workers: list[WorkerProcess], among: Q = EVERYTHING) -> list[Queue]:
-    """The queues that have work, by name; `among` narrows the jobs, to a scope for example."""
+def queues(now: datetime, workers: list[WorkerProcess], where: Q | None = None) -> list[Queue]:
+    """The queues that have work, by name; `where` narrows the jobs, to a scope for example."""
+    within = where or Q()
     oldest: dict[str, float] = {}
     for route in store.routes():
         oldest[route.queue] = max(oldest.get(route.queue, 0.0), -route.due_in)
-    owned = _jobs().filter(among, status=Status.RUNNING, lease_owner__isnull=False).order_by()
+    owned = _jobs().filter(within, status=Status.RUNNING, lease_owner__isnull=False).order_by()
     running = Counter(owned.values_list("queue_name", flat=True)[: MOST + 1])
     found = []
     for name in sorted({*oldest, *running}):
-        due = Q(queue_name=name, next_run_at__lte=now) & among
+        due = Q(queue_name=name, next_run_at__lte=now) & within
         number, waited = _count(due), oldest.get(name, 0.0)
-        if among:
+        if within:
             first = _jobs().filter(due).order_by("next_run_at").values_list("next_run_at", flat=True).first()
             waited = (now - first).total_seconds() if first else 0.0
             if not number.number and not running[name]:

@@ -302,7 +302,8 @@ class Summary:
 def summarize(selection: Selection, look: Look, *, limit: int | None = None) -> Summary:
     """Count a selection, up to `limit` and in any case up to `MOST_COUNTED`."""
     most = limit if limit is not None and limit <= MOST_COUNTED else MOST_COUNTED + 1
-    sample = list(islice(_read(selection, look, descending=False), min(SAMPLE, most)))
+    some = min(SAMPLE, most)
+    sample = list(islice(_read(selection, look, descending=False, page=some), some))
     grouped = _grouped if _is_exact(selection) else _grouped_one_by_one
     groups = grouped(selection, look, most)
     total = sum(group.jobs for group in groups)

@@ -194,7 +194,7 @@ def offers(request: HttpRequest, job: Job, now: datetime, holder: Job | None) ->
         elif refusal is not None:
             found.append(Offer(act, f"{refusal.sentence} {refusal.way_out}".strip()))
         else:
-            found.append(Offer(act, hint=hint(act, job)))
+            found.append(Offer(act, hint=hint(act, job, now)))
     return found
 
 
@@ -207,10 +207,10 @@ def _is_worth_showing(act: Act, job: Job, refusal: Reason) -> bool:
         return True
     if act is SETTLE or act is FORCE:
         return False
-    return refusal.code not in ("restart_not_allowed", "not_redrivable")
+    return refusal.code not in ("restart_not_allowed", "not_redrivable", "unknown_kind")
 
 
-def hint(act: Act, job: Job) -> str:
+def hint(act: Act, job: Job, now: datetime) -> str:
     """What would come of it, in a few words."""
     if act is RESTART:
         return _("Its checkpoint is put away, and it begins with the first item.")
@@ -224,6 +224,8 @@ def hint(act: Act, job: Job) -> str:
             }
         return _("Continues from item %(done)s.") % {"done": f"{job.processed_count:,}"}
     if act is CANCEL and job.status == Status.RUNNING and job.lease_owner is not None:
+        if any(reason.code == "lease_expired" for reason in explain.troubles(job, now)):
+            return _("Its worker is silent: the reconciler of any worker ends it.")
         return _("It runs: its worker stops it at the next boundary. What is committed stays.")
     if act is SETTLE:
         return _("The project’s own row stays as it is.")

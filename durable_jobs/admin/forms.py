@@ -174,7 +174,7 @@ def start(request: HttpRequest, kind: Kind, form: Any, scope: ScopeChoice) -> St
         return answer if isinstance(answer, Started) else Started(answer, True)
     return service.start(
         type(kind),
-        dict(form.cleaned_data),
+        kinds.input_of(form),
         scope=scope.chosen,
         created_by=request.user,
         idempotency_key=scope.once_key,

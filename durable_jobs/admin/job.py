@@ -103,11 +103,11 @@ def live(request: HttpRequest, job: Job, site: Any) -> Live:
         job=job,
         now=now,
         kind=kinds.find(job.kind),
-        phase=explain.phase(job, now, pauses),
+        phase=(phase := explain.phase(job, now, pauses)),
         reasons=explain.explain(job),
         holder=holder if holder is not None and _sees(request, holder) else None,
         offers=acts.offers(request, job, now, holder),
-        progress=_progress(job, now),
+        progress=_progress(job, now, phase),
         subject=listing.subject_of(job, site),
         scope=access.labels([job.scope])[job.scope],
         requested=letter if job.is_live else None,
@@ -119,11 +119,12 @@ def _sees(request: HttpRequest, job: Job) -> bool:
     return allowed is None or job.scope in allowed
 
 
-def _progress(job: Job, now: datetime) -> Progress:
+def _progress(job: Job, now: datetime, phase: Phase) -> Progress:
     end = job.finished_at or now
     elapsed = (end - job.started_at).total_seconds() if job.started_at else None
     quiet = (now - job.last_committed_at).total_seconds() if job.last_committed_at else None
-    pace = explain.pace(job, now)
+    # What stands still has no pace: one from before would promise an end that does not come.
+    pace = explain.Pace() if phase is Phase.STUCK else explain.pace(job, now)
     rate, eta = pace.rate, pace.eta_seconds
     if job.finished_at and elapsed and job.processed_count:
         rate = job.processed_count / elapsed

@@ -153,7 +153,7 @@ class JobAdminMixin(Screens):
         look, among = Look.take(), access.among(request)
         workers = explain.live_workers(look.now)
         live = overview.live(look.now, among)
-        stuck = overview.stuck_jobs(look.now, limit=STUCK_SHOWN, among=among)
+        stuck = overview.stuck_jobs(look.now, limit=STUCK_SHOWN, where=among)
         recent = overview.recent(look.now, among)
         return self.screen(
             request,
@@ -401,7 +401,7 @@ class JobAdminMixin(Screens):
                 "refusal": refusal,
                 "forbidden": forbidden,
                 "holder": holder if refusal and refusal.code == "lock_key_held" else None,
-                "hint": acts.hint(act, job),
+                "hint": acts.hint(act, job, now),
                 "form": form,
                 "version": act.version(job),
                 "subject": listing.subject_of(job, self.admin_site),

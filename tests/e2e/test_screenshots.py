@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import io
 import os
 from pathlib import Path
 
 import pytest
 from django.contrib.auth.models import User
+from PIL import Image
 
 from tests.e2e import scene
 from tests.e2e.browser import NARROW, WIDE, Browser
@@ -19,7 +21,7 @@ pytestmark = [
 ]
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "img"
-TALLEST = 2000
+TALLEST = 1400
 ALSO_NARROW = {"overview", "jobs", "job-failed"}
 
 
@@ -50,5 +52,6 @@ def picture(browser: Browser, name: str, size: tuple[int, int]) -> None:
     taken = browser.driver.execute_cdp_cmd(
         "Page.captureScreenshot", {"format": "png", "optimizeForSpeed": False}
     )
-    (FOLDER / f"{name}.png").write_bytes(base64.b64decode(taken["data"]))
+    whole = Image.open(io.BytesIO(base64.b64decode(taken["data"]))).convert("RGB")
+    whole.quantize(128).save(FOLDER / f"{name}.png", optimize=True)
     browser.size(size)
