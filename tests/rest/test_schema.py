@@ -58,7 +58,14 @@ def test_the_page_names_every_address_filter_and_right(schema: Any) -> None:
         assert f"{address.removeprefix('/api/')}`" in page, address
     for name in (*JobFilter.base_filters, "page_size"):
         assert re.search(rf"`{name}`|\?{name}=", page), name
-    for right in ("view_job", "start_job", "operate_job", "pause_job", "force_redrive_job", "view_job_payload"):
+    for right in (
+        "view_job",
+        "start_job",
+        "operate_job",
+        "pause_job",
+        "force_redrive_job",
+        "view_job_payload",
+    ):
         assert f"`{right}`" in page
 
 
