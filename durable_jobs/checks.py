@@ -70,7 +70,7 @@ def check_settings(app_configs: Any = None, **options: Any) -> list[CheckMessage
 def check_scopes(app_configs: Any = None, **options: Any) -> list[CheckMessage]:
     """Report functions for scopes that cannot be found (E012)."""
     found: list[CheckMessage] = []
-    for name in ("SCOPE_FROM_REQUEST", "ADMIN_SCOPES"):
+    for name in ("SCOPE_FROM_REQUEST", "ADMIN_SCOPES", "SCOPE_LABELS"):
         try:
             function = getattr(config, name)
         except ImproperlyConfigured:  # told by check_settings

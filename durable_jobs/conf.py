@@ -147,9 +147,7 @@ LARGEST_TEXT: Final = 256 * MIB
 class Config:
     """The settings, each read from `settings.DURABLE_JOBS` at every access."""
 
-    TRANSPORT = Setting(
-        "database", one_of("database", "celery", "memory"), "What tells workers that a job is due."
-    )
+    TRANSPORT = Setting("database", one_of("database"), "What tells workers that a job is due.")
     DEFAULT_TENANT = Setting("default", text(64), "The tenant of calls that name no scope.")
     GRACE = Setting(
         20.0, number(0.2, 3_600), "Seconds that an expired lease must be seen expired before repair."
@@ -192,6 +190,9 @@ class Config:
     )
     ADMIN_SCOPES: Setting[str | Callable[..., Any] | None] = Setting(
         None, function_or_none, "Gives the scopes that an operator's request may see; None: by permission."
+    )
+    SCOPE_LABELS: Setting[str | Callable[..., Any] | None] = Setting(
+        None, function_or_none, "Gives names for scopes, for the admin; None: tenant and organization."
     )
 
     @classmethod

@@ -304,7 +304,8 @@ def joined(using: str, *, timeout: float | None = None) -> Iterator[BaseDatabase
 
 def is_locked(error: BaseException) -> bool:
     """Whether SQLite said that somebody else holds the file."""
-    if not isinstance(error, OperationalError):
+    # PostgreSQL says "blocked by process …" of a deadlock, with a state of its own.
+    if not isinstance(error, OperationalError) or sqlstate(error):
         return False
     text = str(error)
     return "locked" in text or "busy" in text
@@ -533,6 +534,17 @@ def _adapt_sqlite(value: Any) -> Any:
 
 def _adapt_postgresql(value: Any) -> Any:
     return value
+
+
+def clock(using: str | None = None) -> datetime:
+    """The database's clock, which judges leases and schedules."""
+    asked = connection(using)
+    value = _CLOCK.run(asked)[0][0]
+    moment = value if isinstance(value, datetime) else datetime.fromisoformat(value)
+    return moment if moment.tzinfo else moment.replace(tzinfo=asked.timezone)
+
+
+_CLOCK = Statement("SELECT {now}", types={})
 
 
 class Loader:

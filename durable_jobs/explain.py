@@ -22,6 +22,7 @@ from durable_jobs.exceptions import cut
 from durable_jobs.kinds import Kind
 from durable_jobs.lifecycle import MIRROR_STUCK_AFTER
 from durable_jobs.models import (
+    CHANGED_INPUT,
     MANUAL_QUEUE,
     CancelRequest,
     Job,
@@ -195,7 +196,16 @@ def explain(job: Job) -> list[Reason]:
     if job.mirror_attempts >= MIRROR_STUCK_AFTER:
         failures = JobEvent.objects.using(using).filter(job_id=job.id, event="mirror_failed")
         error = failures.order_by("-id").first()
-    return reasons(job, now, pauses, live_workers(now), last, holder, error, requested_at)
+    running = _running_of_its_kind(job)
+    return reasons(job, now, pauses, live_workers(now), last, holder, error, requested_at, running)
+
+
+def _running_of_its_kind(job: Job) -> int | None:
+    """How many jobs of a kind with a limit run in the scope of a job that waits; None where it does not matter."""
+    kind = kinds.find(job.kind)
+    if kind is None or kind.max_running is None or job.next_run_at is None:
+        return None
+    return store.running_of_kind((kind.name, *kind.aliases), job.scope)
 
 
 def live_workers(now: datetime) -> list[WorkerProcess]:
@@ -223,8 +233,9 @@ def reasons(
     holder: Job | None = None,
     mirror_error: JobEvent | None = None,
     requested_at: datetime | None = None,
+    running: int | None = None,
 ) -> list[Reason]:
-    """The same from what was read. Pure. `workers` are those that beat lately."""
+    """The same from what was read. Pure. `workers` are those that beat lately, `running` the jobs of its kind."""
     kind = kinds.find(job.kind)
     found = [
         _with_error(reason, mirror_error) if reason.code == "mirror_failing" else reason
@@ -238,12 +249,31 @@ def reasons(
     if requested_at is not None:
         told = _has(found, "cancel_") or _has(found, "lease_expired")
         return found if told else [*found, _of_a_new_cancel(job, now, requested_at)]
+    if not _is_owned(job) and job.input_text is not None and not job.is_authentic:
+        # Nothing else is in the way of a job that nobody may start.
+        return [*found, Reason("input_changed", CHANGED_INPUT, "Cancel it, and start a new one.")]
     if job.status == Status.HELD:
-        return [*found, Reason("held", "It is held: nothing starts it by itself.", "Release it.")]
+        way_out = "Release it."
+        if job.queue_name == MANUAL_QUEUE:
+            way_out = "Its manager resumes it (JobManager.resume_job)."
+        return [*found, Reason("held", "It is held: nothing starts it by itself.", way_out)]
     if _is_owned(job):
         return [*found, *(_pausing(pause) for pause in matching(job, pauses))]
     found += [_paused(pause) for pause in matching(job, pauses)]
     found += _of_workers(job, kind, now, workers, last_worker)
+    if (
+        kind is not None
+        and kind.max_running is not None
+        and running is not None
+        and running >= kind.max_running
+    ):
+        found.append(
+            Reason(
+                "full",
+                f"{running} jobs of its kind run in its scope, and {kind.max_running} may.",
+                "Wait for one to end; one whose worker died counts until it is repaired.",
+            )
+        )
     waiting = _of_waiting(job, kind, now)
     # "Waits for a free worker" is only true when nothing else is in the way.
     return found if found and waiting.code == "waiting" else [*found, waiting]
@@ -502,7 +532,7 @@ def _of_workers(
     serving = [worker for worker in workers if serves(worker, job.queue_name)]
     if not serving:
         if last_worker is None:
-            seen = "No worker has ever been seen."
+            seen = "No worker is signed on."
         else:
             silent = (now - last_worker.beat_at).total_seconds()
             seen = f"The last worker of any queue was seen {_ago(silent)} on {last_worker.host}."

@@ -325,6 +325,8 @@ class Kind:
     pending_ttl_seconds: float = 900
     """These two only where a transport can lose messages."""
     max_running: int | None = None
+    """At most so many jobs of the kind run at one time in each scope; a job whose worker died counts until it
+    is repaired."""
     allow_restart: bool = False
     """Whether an operator may redrive a job from the start, without its checkpoint."""
     mirror: StatusMirror | None = None
@@ -708,7 +710,7 @@ def _faults_of_limits(kind: Kind) -> Iterator[Fault]:
             f"Raise it to {2 * kind.slice_seconds} or more, or lower slice_seconds.",
         )
     if kind.max_running is not None:
-        yield Fault("max_running", kind.max_running, "is not available yet", "Leave it at None.")
+        yield from fault_of_integer(kind, "max_running", 1, 1_000_000)
     yield from _faults_of_retry(kind)
 
 

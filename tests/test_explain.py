@@ -168,7 +168,7 @@ WORKERS = [worker()]
 REASONS: list[tuple[Job, dict[str, Any], list[str], str, str]] = [
     # row, what was read with it, codes, a part of the first sentence, a part of its way out
     (pending(), {"workers": WORKERS}, ["waiting"], "Due for 10 s; waits for a free worker of the queue imports.", ""),
-    (pending(), {}, ["no_worker"], "No live worker serves the queue imports. No worker has ever been seen.",
+    (pending(), {}, ["no_worker"], "No live worker serves the queue imports. No worker is signed on.",
      "manage.py runworker --queues imports"),
     (pending(), {"workers": [worker(["exports"])], "last_worker": worker(seen=-720)}, ["no_worker"],
      "The last worker of any queue was seen 12 min ago on web3.", "runworker"),

@@ -198,7 +198,7 @@ class TestRefusals:
             ({"max_orphanings": True}, "out of range"),
             ({"max_lost_deliveries": None}, "out of range"),
             ({"pending_ttl_seconds": 0}, "out of range"),
-            ({"max_running": 3}, "not available yet"),
+            ({"max_running": 0}, "out of range"),
             ({"retry": None}, "is not a Retry"),
             ({"retry": Retry(failures=0)}, "retry.failures = 0 is out of range"),
             ({"retry": Retry(failures=1001)}, "retry.failures"),

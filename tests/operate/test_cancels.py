@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from django.db import connections, transaction
 
-from durable_jobs import runner, service
+from durable_jobs import database, runner, service
 from durable_jobs.exceptions import Busy
 from durable_jobs.kinds import Done, Yield
 from durable_jobs.models import CancelRequest, Job
@@ -139,6 +139,27 @@ def test_two_transactions_that_cancel_two_fenced_jobs_crosswise_do_not_wait(
     figure("two open transactions cancel two fenced jobs crosswise, longest call", longest, "no wait")
     assert longest < 1
     assert {now(x).status, now(y).status} == {"cancelled"}
+
+
+@pytest.mark.postgres_only
+def test_a_deadlock_of_the_caller_s_own_rows_is_told_as_such_and_not_as_busy(
+    other_connections: Callable[[], OtherConnection],
+) -> None:
+    one, two = other_connections(), other_connections()
+    rows = [Shipment.objects.create() for _ in range(2)]
+
+    def lock(row: Shipment) -> None:
+        Shipment.objects.select_for_update().get(pk=row.pk)
+
+    for other, row in zip((one, two), rows, strict=True):
+        other.enter(transaction.atomic())
+        other.run(lock, row)
+    waits = [one.begin(lock, rows[1]), two.begin(lock, rows[0])]
+    [error] = [error for error in (wait.exception(10) for wait in waits) if error is not None]
+    assert database.is_conflict(error)
+    assert not database.is_locked(error) and not database.is_outage(error)
+    for other in (one, two):
+        other.leave(RuntimeError("rolled back"))
 
 
 class View:

@@ -74,8 +74,9 @@ class Actor(threading.Thread):
             self.errors.append(error)
 
 
-def some(count: int, **which: Any) -> list[Any]:
-    ids = list(Job.objects.filter(**which).order_by("-id").values_list("id", flat=True)[:200])
+def some(count: int, among: int = 200, **which: Any) -> list[Any]:
+    """The ids of a few of the latest jobs, in any order."""
+    ids = list(Job.objects.filter(**which).order_by("-id").values_list("id", flat=True)[:among])
     return random.sample(ids, min(count, len(ids)))
 
 
@@ -109,8 +110,9 @@ def starting() -> None:
 def cancelling_in_one_transaction() -> None:
     """As a bulk action does it under ATOMIC_REQUESTS, in whatever order the rows come."""
     with transaction.atomic():
-        for job_id in some(6, status__in=LIVE):
+        for job_id in some(6, 10, status__in=LIVE):
             refused_or_done(service.cancel, job_id, actor="bulk")
+            time.sleep(0.01)
 
 
 def cancelling() -> None:
@@ -125,8 +127,9 @@ def redriving() -> None:
 
 def redriving_in_one_transaction() -> None:
     with transaction.atomic():
-        for job_id in some(5, status="failed"):
+        for job_id in some(5, 10, status="failed"):
             refused_or_done(service.redrive, job_id, actor="bulk", force=True)
+            time.sleep(0.01)
 
 
 def pausing() -> None:
