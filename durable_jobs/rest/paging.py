@@ -31,6 +31,7 @@ JUDGED: Final = 2_000
 """So many rows are judged one by one in one request."""
 CURSOR: Final = r"^[ab][0-9a-f]{13}[0-9a-f]{32}$"
 EVENT_CURSOR: Final = r"^[ab][0-9]{1,18}$"
+SIGNED_CURSOR: Final = r"^\.?[A-Za-z0-9_-]+:[A-Za-z0-9]+:[A-Za-z0-9_-]+\Z"
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
