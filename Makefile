@@ -10,12 +10,12 @@ ARGS ?=
 unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sqlite test-postgres prove test-wheel lint format wheel demo serve clean
+.PHONY: help install test test-sqlite test-postgres prove test-e2e test-wheel test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
 
 help:  ## Explain the targets
 	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## Make the virtual environment .venv with everything pinned in requirements.txt
 
@@ -54,8 +54,27 @@ else
 	DURABLE_JOBS_PROVE=1 $(PY) -m tests.postgres run -- $(PY) -m pytest tests/operate $(ARGS)
 endif
 
+test-e2e: install  ## Drive the screens in Chromium (installed when missing, as root), and check them with axe-core
+	env -u DATABASE_URL $(PY) -m pytest --ds=tests.e2e.settings tests/e2e $(ARGS)
+
+screenshots: install  ## Take the pictures in docs/img, light and dark
+	env -u DATABASE_URL SCREENSHOTS=1 $(PY) -m pytest --ds=tests.e2e.settings tests/e2e/test_screenshots.py
+
+bench-admin: install  ## Time the screens over 1,000,000 jobs on PostgreSQL, and redrive 20,000 at once
+	$(PY) -m tests.postgres run -- $(PY) -m benchmarks.admin $(ARGS)
+
 test-wheel: install  ## Build the package, install it into an empty project, and use it there
 	env -u DATABASE_URL $(PY) -m tests.wheel_smoke
+
+test-api-fuzz: install  ## Ask the REST API whatever its schema allows and forbids, as operator and as viewer (ARGS: --examples 50)
+	env -u DATABASE_URL $(PY) -m tests.api_fuzz $(ARGS)
+
+bench-rest: install  ## Time the REST API over a million jobs on PostgreSQL (ARGS: --jobs 100000)
+ifneq ($(filter postgres% pgsql% psql%,$(DATABASE_URL)),)
+	$(PY) -m benchmarks.rest $(ARGS)
+else
+	$(PY) -m tests.postgres run -- $(PY) -m benchmarks.rest $(ARGS)
+endif
 
 lint: install  ## Check style, types and missing migrations (needs no network)
 	$(PY) -m ruff check .

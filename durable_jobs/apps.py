@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from django.apps import AppConfig
+from django.core.exceptions import ImproperlyConfigured
 from django.utils.translation import gettext_lazy as _
 
 
@@ -14,4 +15,8 @@ class DurableJobsConfig(AppConfig):
         from durable_jobs import checks, kinds
 
         checks.register()
-        kinds.discover()
+        try:
+            kinds.discover()
+        except ImproperlyConfigured:
+            # A wrong setting; the checks say which, and every use of it refuses.
+            return

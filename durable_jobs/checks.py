@@ -19,6 +19,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management import get_commands
 from django.db import NotSupportedError, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils.module_loading import import_string
 
 from durable_jobs import conf, database, kinds
 from durable_jobs.conf import config
@@ -44,7 +45,15 @@ _SORTS: Final[dict[str, tuple[type[Error | Warning], str]]] = {
 
 def register() -> None:
     """Register every check; for `AppConfig.ready`."""
-    for check in (check_settings, check_users, check_time_zone, check_kinds, check_commands, check_database):
+    for check in (
+        check_settings,
+        check_scopes,
+        check_users,
+        check_time_zone,
+        check_kinds,
+        check_commands,
+        check_database,
+    ):
         checks.register(check, TAG)
     checks.register(check_running_database, TAG, Tags.database)
 
@@ -55,6 +64,33 @@ def check_settings(app_configs: Any = None, **options: Any) -> list[CheckMessage
     for problem in conf.problems():
         level, id = _SORTS[problem.sort]
         found.append(level(problem.message, hint=problem.way_out, id=id))
+    return found
+
+
+def check_scopes(app_configs: Any = None, **options: Any) -> list[CheckMessage]:
+    """Report functions for scopes that cannot be found (E012)."""
+    found: list[CheckMessage] = []
+    for name in ("SCOPE_FROM_REQUEST", "ADMIN_SCOPES", "SCOPE_LABELS"):
+        try:
+            function = getattr(config, name)
+        except ImproperlyConfigured:  # told by check_settings
+            continue
+        if not isinstance(function, str):
+            continue
+        problem = ""
+        try:
+            if not callable(import_string(function)):
+                problem = "which cannot be called"
+        except ImportError as error:
+            problem = f"which cannot be imported: {error}"
+        if problem:
+            found.append(
+                Error(
+                    f"{conf.NAME}[{name!r}] is {function!r}, {problem}.",
+                    hint="Write the dotted path of a function that takes the request.",
+                    id="durable_jobs.E012",
+                )
+            )
     return found
 
 

@@ -123,6 +123,15 @@ def module_names(value: Any) -> str | None:
     return 'a list of module names, such as ["jobs"]'
 
 
+def function_or_none(value: Any) -> str | None:
+    """Allow None, something that can be called, and the dotted path of it."""
+    if value is None or callable(value):
+        return None
+    if isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split(".")):
+        return None
+    return "None, a function, or its dotted path"
+
+
 def queue_name(value: Any) -> str | None:
     """Allow the names of queues; `manual` is reserved for jobs that no worker runs."""
     if isinstance(value, str) and QUEUE_NAME.fullmatch(value) and value != "manual":
@@ -138,9 +147,7 @@ LARGEST_TEXT: Final = 256 * MIB
 class Config:
     """The settings, each read from `settings.DURABLE_JOBS` at every access."""
 
-    TRANSPORT = Setting(
-        "database", one_of("database", "celery", "memory"), "What tells workers that a job is due."
-    )
+    TRANSPORT = Setting("database", one_of("database"), "What tells workers that a job is due.")
     DEFAULT_TENANT = Setting("default", text(64), "The tenant of calls that name no scope.")
     GRACE = Setting(
         20.0, number(0.2, 3_600), "Seconds that an expired lease must be seen expired before repair."
@@ -178,6 +185,15 @@ class Config:
         ("jobs",), module_names, "Modules with kinds, looked for in every installed app."
     )
     DEFAULT_QUEUE = Setting("default", queue_name, "The queue of kinds that name none.")
+    SCOPE_FROM_REQUEST: Setting[str | Callable[..., Any] | None] = Setting(
+        None, function_or_none, "Gives the scope of a request; None: the default scope."
+    )
+    ADMIN_SCOPES: Setting[str | Callable[..., Any] | None] = Setting(
+        None, function_or_none, "Gives the scopes that an operator's request may see; None: by permission."
+    )
+    SCOPE_LABELS: Setting[str | Callable[..., Any] | None] = Setting(
+        None, function_or_none, "Gives names for scopes, for the admin; None: tenant and organization."
+    )
 
     @classmethod
     def all(cls) -> dict[str, Setting[Any]]:

@@ -536,6 +536,17 @@ def _adapt_postgresql(value: Any) -> Any:
     return value
 
 
+def clock(using: str | None = None) -> datetime:
+    """The database's clock, which judges leases and schedules."""
+    asked = connection(using)
+    value = _CLOCK.run(asked)[0][0]
+    moment = value if isinstance(value, datetime) else datetime.fromisoformat(value)
+    return moment if moment.tzinfo else moment.replace(tzinfo=asked.timezone)
+
+
+_CLOCK = Statement("SELECT {now}", types={})
+
+
 class Loader:
     """Turns rows of named columns into model instances, with the converters that the ORM would use."""
 

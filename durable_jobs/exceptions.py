@@ -144,6 +144,15 @@ class Park(DurableJobsError):
         super().__init__(message or f"The job was parked: {code}.")
 
 
+class Aborted(DurableJobsError):
+    """Raise it in an executor of a `JobManager` that ends because its `stop` was set: the job is cancelled.
+
+    Without `stop` it counts as any other error.
+    """
+
+    code = "aborted"
+
+
 class LeaseLost(BaseException):
     """The lease of the running slice belongs to somebody else: stop, change nothing more.
 
@@ -223,15 +232,22 @@ class IdempotencyConflict(Refusal):
 
 
 class LeaseLostError(Refusal):
-    """The caller's lease is not, or no longer, the one that the job has."""
+    """The caller's lease is not, or no longer, the one that the job has.
+
+    `reason` says which of the facts it was that did not hold, where that is known.
+    """
 
     code = "E_JOB_LEASE_LOST"
     durable_jobs_class = ErrorClass.TRANSIENT
 
-    def __init__(self, job_id: UUID | str, owner: str | None = None, epoch: int | None = None) -> None:
-        self.job_id, self.owner, self.epoch = job_id, owner, epoch
+    def __init__(
+        self, job_id: UUID | str | None, owner: str | None = None, epoch: int | None = None, reason: str = ""
+    ) -> None:
+        self.job_id, self.owner, self.epoch, self.reason = job_id, owner, epoch, reason
+        job = f"job {job_id}" if job_id else "its job"
         super().__init__(
-            f"The lease of {owner or 'the caller'} on job {job_id} is lost, and nothing was written. "
+            f"The lease of {owner or 'the caller'} on {job} is lost{f' ({reason})' if reason else ''}, "
+            "and nothing was written. "
             "Stop this work: whoever holds the job now continues it from its last checkpoint."
         )
 
@@ -355,6 +371,19 @@ class RestartNotAllowed(Refusal):
         super().__init__(
             f"Job {job_id} cannot begin again from the start: kind {kind} does not set allow_restart. "
             "Redrive it from its checkpoint."
+        )
+
+
+class NotHeld(Refusal):
+    """The job is not one that waits for its release."""
+
+    code = "not_held"
+
+    def __init__(self, job_id: UUID, status: str, reason: str = "") -> None:
+        self.job_id, self.status, self.reason = job_id, status, reason
+        super().__init__(
+            f"Job {job_id} is {status}{f' ({reason})' if reason else ''} and cannot be released. "
+            "A job can be released once, when it was started with hold=True."
         )
 
 

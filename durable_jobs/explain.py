@@ -7,12 +7,14 @@ with it. `explain` reads them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
 from django.db.models import Min, Q
+from django.utils.translation import gettext, gettext_noop
 
 from durable_jobs import database, kinds, store
 from durable_jobs.conf import config
@@ -20,6 +22,7 @@ from durable_jobs.exceptions import cut
 from durable_jobs.kinds import Kind
 from durable_jobs.lifecycle import MIRROR_STUCK_AFTER
 from durable_jobs.models import (
+    CHANGED_INPUT,
     MANUAL_QUEUE,
     CancelRequest,
     Job,
@@ -193,7 +196,16 @@ def explain(job: Job) -> list[Reason]:
     if job.mirror_attempts >= MIRROR_STUCK_AFTER:
         failures = JobEvent.objects.using(using).filter(job_id=job.id, event="mirror_failed")
         error = failures.order_by("-id").first()
-    return reasons(job, now, pauses, live_workers(now), last, holder, error, requested_at)
+    running = _running_of_its_kind(job)
+    return reasons(job, now, pauses, live_workers(now), last, holder, error, requested_at, running)
+
+
+def _running_of_its_kind(job: Job) -> int | None:
+    """How many jobs of a kind with a limit run in the scope of a job that waits; None where it does not matter."""
+    kind = kinds.find(job.kind)
+    if kind is None or kind.max_running is None or job.next_run_at is None:
+        return None
+    return store.running_of_kind((kind.name, *kind.aliases), job.scope)
 
 
 def live_workers(now: datetime) -> list[WorkerProcess]:
@@ -221,8 +233,9 @@ def reasons(
     holder: Job | None = None,
     mirror_error: JobEvent | None = None,
     requested_at: datetime | None = None,
+    running: int | None = None,
 ) -> list[Reason]:
-    """The same from what was read. Pure. `workers` are those that beat lately."""
+    """The same from what was read. Pure. `workers` are those that beat lately, `running` the jobs of its kind."""
     kind = kinds.find(job.kind)
     found = [
         _with_error(reason, mirror_error) if reason.code == "mirror_failing" else reason
@@ -236,15 +249,174 @@ def reasons(
     if requested_at is not None:
         told = _has(found, "cancel_") or _has(found, "lease_expired")
         return found if told else [*found, _of_a_new_cancel(job, now, requested_at)]
+    if not _is_owned(job) and job.input_text is not None and not job.is_authentic:
+        # Nothing else is in the way of a job that nobody may start.
+        return [*found, Reason("input_changed", CHANGED_INPUT, "Cancel it, and start a new one.")]
     if job.status == Status.HELD:
-        return [*found, Reason("held", "It is held: nothing starts it by itself.", "Release it.")]
+        way_out = "Release it."
+        if job.queue_name == MANUAL_QUEUE:
+            way_out = "Its manager resumes it (JobManager.resume_job)."
+        return [*found, Reason("held", "It is held: nothing starts it by itself.", way_out)]
     if _is_owned(job):
         return [*found, *(_pausing(pause) for pause in matching(job, pauses))]
     found += [_paused(pause) for pause in matching(job, pauses)]
     found += _of_workers(job, kind, now, workers, last_worker)
+    if (
+        kind is not None
+        and kind.max_running is not None
+        and running is not None
+        and running >= kind.max_running
+    ):
+        found.append(
+            Reason(
+                "full",
+                f"{running} jobs of its kind run in its scope, and {kind.max_running} may.",
+                "Wait for one to end; one whose worker died counts until it is repaired.",
+            )
+        )
     waiting = _of_waiting(job, kind, now)
     # "Waits for a free worker" is only true when nothing else is in the way.
     return found if found and waiting.code == "waiting" else [*found, waiting]
+
+
+# --- what an act would meet -----------------------------------------------------------------------------
+
+
+def refusal_of_cancel(job: Job) -> Reason | None:
+    """Why a cancel would be refused, with the refusal's code; None when it would be taken. Pure."""
+    if job.finished_at is not None:
+        return Reason("not_cancellable", f"It is {job.status} already.")
+    if job.cancel_requested_at is not None:
+        return Reason("cancel_requested", "Its end was requested already.", "Wait for it.")
+    return None
+
+
+def refusal_of_redrive(
+    job: Job, now: datetime, *, force: bool = False, restart: bool = False, holder: Job | None = None
+) -> Reason | None:
+    """Why a redrive would be refused, with the refusal's code; None when it would be taken. Pure.
+
+    The same conditions as the redrive's own statement, judged at `now`, the database's time. `holder` is the
+    live job that has the job's lock key.
+    """
+    kind = kinds.find(job.kind)
+    if kind is None:
+        return Reason(
+            "unknown_kind",
+            f"The kind {job.kind} is not known here.",
+            "Redrive it where its code is installed.",
+        )
+    if restart and not kind.allow_restart:
+        return Reason("restart_not_allowed", "Its kind does not allow a run from the start.")
+    if not _is_redrivable(job, now):
+        state = "has ended well" if job.status == Status.COMPLETED else f"is {job.status}"
+        return Reason("not_redrivable", f"It {state}: only what failed or lost its worker is run again.")
+    if job.verdict == Verdict.UNRECOVERABLE and not force:
+        return Reason(
+            "unrecoverable_requires_force",
+            "Running it again is expected to fail again.",
+            "Repair the cause, then force it.",
+        )
+    if holder is not None and holder.id != job.id:
+        return Reason(
+            "lock_key_held",
+            f"Job {holder.id} holds its lock key {job.lock_key}.",
+            "Wait until that job has ended, or cancel it.",
+        )
+    return None
+
+
+def refusal_of_settle(job: Job, now: datetime) -> Reason | None:
+    """Why settling without hooks would be refused; None when it would be taken. Pure."""
+    if job.finished_at is not None or not job.mirror_attempts:
+        return Reason("not_settleable", "Only a live job whose hooks keep failing is settled without them.")
+    if _is_owned(job) and not _is_expired(job, now):
+        return Reason("not_settleable", "It runs: cancel it first.")
+    return None
+
+
+def _is_redrivable(job: Job, now: datetime) -> bool:
+    if job.status == Status.FAILED:
+        return True
+    return job.status == Status.RUNNING and (not _is_owned(job) or _is_expired(job, now))
+
+
+def _is_expired(job: Job, now: datetime) -> bool:
+    if job.lease_expires_at is None:
+        return False
+    return job.lease_expires_at < now - timedelta(seconds=config.GRACE)
+
+
+class Redrivable(StrEnum):
+    """Whether a redrive would be taken: not at all, as it is, or only with force."""
+
+    NO = "no"
+    YES = "yes"
+    FORCE = "force"
+
+
+def redrivable(job: Job, now: datetime, holder: Job | None = None) -> Redrivable:
+    """What a redrive would meet at `now`, the database's time; `holder` has the job's lock key. Pure."""
+    if refusal_of_redrive(job, now, holder=holder) is None:
+        return Redrivable.YES
+    forced = refusal_of_redrive(job, now, force=True, holder=holder)
+    return Redrivable.FORCE if forced is None else Redrivable.NO
+
+
+# --- how fast it goes -----------------------------------------------------------------------------------
+
+PACE_AFTER = 10.0
+"""Seconds that a slice must have run before its speed says anything."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Items per second in the present slice, and the seconds that are left at this speed; None where unknown."""
+
+    rate: float | None = None
+    eta_seconds: int | None = None
+
+
+def pace(job: Job, now: datetime) -> Pace:
+    """How fast a running job gets on, from its counts since the claim. Pure."""
+    if not _is_owned(job) or job.claimed_at is None:
+        return Pace()
+    seconds = (now - job.claimed_at).total_seconds()
+    done = job.processed_count - job.processed_at_claim
+    if seconds < PACE_AFTER or done <= 0:
+        return Pace()
+    rate = done / seconds
+    if job.total_count is None:
+        return Pace(rate)
+    return Pace(rate, math.ceil(max(0, job.total_count - job.processed_count) / rate))
+
+
+# --- for the user who started it ------------------------------------------------------------------------
+
+_PUBLIC = {
+    Phase.HELD: gettext_noop("Waiting to be released."),
+    Phase.SCHEDULED: gettext_noop("Scheduled."),
+    Phase.WAITING: gettext_noop("Waiting to start."),
+    Phase.PAUSED: gettext_noop("Paused for the moment."),
+    Phase.RUNNING: gettext_noop("Running."),
+    Phase.RETRYING: gettext_noop("Interrupted; it goes on by itself."),
+    Phase.STOPPING: gettext_noop("Being cancelled."),
+    Phase.STUCK: gettext_noop("Not getting on at the moment."),
+    Phase.COMPLETED: gettext_noop("Finished."),
+    Phase.FAILED: gettext_noop("Failed."),
+    Phase.PARKED: gettext_noop("Stopped until somebody has looked at it."),
+    Phase.CANCELLED: gettext_noop("Cancelled."),
+}
+
+
+def public_message(job: Job, phase: Phase) -> str:
+    """What the user who started a job may read: the step's own progress message, else a sentence by phase.
+
+    Never an error's text, which shows internals.
+    """
+    if phase is Phase.RUNNING and job.progress_message:
+        return job.progress_message
+    return gettext(_PUBLIC[phase])
 
 
 # --- inside ---------------------------------------------------------------------------------------------
@@ -360,7 +532,7 @@ def _of_workers(
     serving = [worker for worker in workers if serves(worker, job.queue_name)]
     if not serving:
         if last_worker is None:
-            seen = "No worker has ever been seen."
+            seen = "No worker is signed on."
         else:
             silent = (now - last_worker.beat_at).total_seconds()
             seen = f"The last worker of any queue was seen {_ago(silent)} on {last_worker.host}."

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any, Final
 
 from django.core.serializers.json import DjangoJSONEncoder
@@ -121,6 +122,8 @@ def _children(value: Any, where: _Path) -> Iterator[tuple[str | int | None, Any]
         _check_integer(value, where)
     elif isinstance(value, float):
         _check_float(value, where)
+    elif isinstance(value, Decimal) and not value.is_finite():
+        raise where.refuse(value, "is no number", "Use None, or a text.")
     elif value is not None:
         _check_other(value, where)
     return None

@@ -86,6 +86,7 @@ MAX_NAME_LENGTH: Final = 200
 RESERVED_QUEUE: Final = "manual"
 QUEUE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 PERMISSION_NAME: Final = re.compile(r"[A-Za-z_]\w*\.\w+")
+DOTTED_PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 ORPHAN_POLICIES: Final = ("park", "redrive")
 BACKOFFS: Final = ("exponential", "fixed")
 DAY: Final = 86_400
@@ -324,6 +325,8 @@ class Kind:
     pending_ttl_seconds: float = 900
     """These two only where a transport can lose messages."""
     max_running: int | None = None
+    """At most so many jobs of the kind run at one time in each scope; a job whose worker died counts until it
+    is repaired."""
     allow_restart: bool = False
     """Whether an operator may redrive a job from the start, without its checkpoint."""
     mirror: StatusMirror | None = None
@@ -332,6 +335,9 @@ class Kind:
     """Shown before an operator acts on a job, such as "sends e-mail; ask billing first"."""
     runbook_url: str = ""
     input_form: type[forms.BaseForm] | None = None
+    """A form whose cleaned values are the input: people may then start jobs of this kind from admin and API."""
+    input_serializer: type | str | None = None
+    """The same as a serializer of Django REST framework, or its dotted path: the API takes it before the form."""
     public_result: bool = False
     """Whether the user who started a job may read its result."""
     masked_keys: Sequence[str] = ()
@@ -389,6 +395,19 @@ class Kind:
         yield from _faults_of_limits(self)
         yield from _faults_of_texts(self)
         yield from _faults_of_misspellings(self)
+
+
+def input_of(form: forms.BaseForm) -> dict[str, Any]:
+    """The input that a valid form gives: its cleaned values, rows of the project by their primary keys."""
+    return {name: _keyed(value) for name, value in form.cleaned_data.items()}
+
+
+def _keyed(value: Any) -> Any:
+    if isinstance(value, models.Model):
+        return value.pk
+    if isinstance(value, models.QuerySet):
+        return [row.pk for row in value]
+    return value
 
 
 MASKED: Final = "••••"
@@ -691,7 +710,7 @@ def _faults_of_limits(kind: Kind) -> Iterator[Fault]:
             f"Raise it to {2 * kind.slice_seconds} or more, or lower slice_seconds.",
         )
     if kind.max_running is not None:
-        yield Fault("max_running", kind.max_running, "is not available yet", "Leave it at None.")
+        yield from fault_of_integer(kind, "max_running", 1, 1_000_000)
     yield from _faults_of_retry(kind)
 
 
@@ -747,6 +766,15 @@ def _faults_of_texts(kind: Kind) -> Iterator[Fault]:
     form = kind.input_form
     if form is not None and not (inspect.isclass(form) and issubclass(form, forms.BaseForm)):
         yield Fault("input_form", form, "is not a form class", "Write input_form = MyForm, or leave it out.")
+    serializer = kind.input_serializer
+    is_path = isinstance(serializer, str) and DOTTED_PATH.fullmatch(serializer)
+    if serializer is not None and not is_path and not inspect.isclass(serializer):
+        yield Fault(
+            "input_serializer",
+            serializer,
+            "is neither a class nor a dotted path",
+            'Write input_serializer = "app.serializers.MyInput", or leave it out.',
+        )
 
 
 def _faults_of_misspellings(kind: Kind) -> Iterator[Fault]:

@@ -48,17 +48,9 @@ def fail(
 ) -> Job | None:
     """running → failed, by its epoch; with `parked` it waits for a human."""
 
-    def record(job: Job) -> None:
-        store.add_event(
-            job,
-            "parked" if parked else "failed",
-            code=job.error_code or job.verdict or "",
-            error_type=job.error_type or "",
-            message=job.error_message or "",
-        )
-
     event = "job_parked" if parked else "job_failed"
-    return _end(kind, lambda: store.fail_terminal(job_id, epoch, facts, parked=parked), event, record)
+    transition = partial(store.fail_terminal, job_id, epoch, facts, parked=parked)
+    return _end(kind, transition, event, _record_failed)
 
 
 def cancel(
@@ -111,6 +103,38 @@ def park_orphan(
         mirrored=kind is not None,
     )
     return _end(kind, transition, "job_parked", record)
+
+
+def complete_owned(kind: Kind | None, lease: Lease, result: str | None) -> Job | None:
+    """running → completed under an unexpired lease, whether or not a cancel was requested. No kind: no hooks."""
+    return _end(kind, lambda: store.complete_owned(lease, result, late=True), "job_completed")
+
+
+def fail_owned(kind: Kind | None, lease: Lease, facts: ErrorFacts) -> Job | None:
+    """running → failed under an unexpired lease. No kind: no hooks."""
+    return _end(kind, lambda: store.fail_owned(lease, facts), "job_failed", _record_failed)
+
+
+def cancel_owned(kind: Kind | None, lease: Lease, *, actor: str = "") -> Job | None:
+    """running → cancelled under an unexpired lease, if that was requested. No kind: no hooks."""
+    return _end(kind, lambda: store.cancel_owned(lease), "job_cancelled", partial(_record_cancelled, actor))
+
+
+def conclude(kind: Kind | None, job: Job, event: str) -> None:
+    """Hooks and whatever follows the commit, for a job that the open transaction has just ended itself.
+
+    What a hook raises is the caller's to roll back; nothing is counted.
+    """
+    transaction.on_commit(partial(_after_end, kind, job, event), using=database.alias(), robust=True)
+    if kind is not None:
+        _run_hooks(kind, job)
+
+
+def reopen(kind: Kind | None, job: Job) -> None:
+    """`on_redrive` and whatever follows the commit, for a job that the open transaction has just reopened."""
+    transaction.on_commit(partial(_after_redrive, kind, job), using=database.alias(), robust=True)
+    if kind is not None and kind.has_transition_hook:
+        _require_agreement(job, kind.on_redrive(job), "on_redrive")
 
 
 def redrive(kind: Kind, job_id: UUID, epoch: int, transition: Transition, record: Record) -> Job | None:
@@ -228,6 +252,16 @@ def _require_agreement(job: Job, answer: object, hook: str) -> None:
         raise DomainMirrorMismatch(job, answer, hook)
 
 
+def _record_failed(job: Job) -> None:
+    store.add_event(
+        job,
+        "parked" if job.parked_at else "failed",
+        code=job.error_code or job.verdict or "",
+        error_type=job.error_type or "",
+        message=job.error_message or "",
+    )
+
+
 def _record_cancelled(
     actor: str, job: Job, *, worker_gone: bool = False, hooks_skipped: bool = False
 ) -> None:
@@ -280,9 +314,10 @@ def _after_end(kind: Kind | None, job: Job, event: str) -> None:
     signals.send(signals.job_parked if job.parked_at else _SIGNALS[job.status], job)
 
 
-def _after_redrive(kind: Kind, job: Job) -> None:
-    log("job_redriven", job, redrives=job.redrives)
-    _after(kind.after_redrive, job)
+def _after_redrive(kind: Kind | None, job: Job) -> None:
+    log("job_redriven", job, redrives=job.redrives, attempts=job.attempts)
+    if kind is not None:
+        _after(kind.after_redrive, job)
     signals.send(signals.job_redriven, job)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import threading
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from datetime import UTC, datetime
+from typing import Any, ClassVar, Final
+from uuid import UUID
 
 from django.apps import apps
 from django.conf import settings
@@ -16,7 +19,9 @@ from django.db import models, router
 from django.db.models import F, Q, Value
 from django.db.models.functions import Coalesce, Length, Now
 from django.db.models.lookups import Exact
+from django.utils.translation import gettext_lazy as _
 
+from durable_jobs import database
 from durable_jobs.exceptions import DirectWrite, ErrorClass
 
 _uuid_lock = threading.Lock()
@@ -63,6 +68,18 @@ class Verdict(models.TextChoices):
     UNRECOVERABLE = "unrecoverable"
     RETRY_EXHAUSTED = "retry_exhausted"
 
+
+class Ownership(models.TextChoices):
+    """Who may write a job just now (`Job.ownership`)."""
+
+    TERMINAL = "terminal"
+    UNCLAIMED = "unclaimed"
+    LEGACY_UNKNOWN = "legacy-unknown"
+    EXPIRED = "expired"
+    CURRENT = "current"
+
+
+CHANGED_INPUT = "The stored input is not the one that the job was made with: its bytes do not match the hash."
 
 LIVE = (Status.PENDING, Status.RUNNING)
 TERMINAL = (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
@@ -224,6 +241,9 @@ class Job(ReadOnlyRow):
     total_count = models.BigIntegerField(null=True, blank=True)
     progress = models.FloatField(null=True, blank=True)
     progress_message = _text(500, null=True, blank=True)
+
+    local_diagnostic: str | None = None
+    """Set on what a `JobManager` returns: what it failed to record."""
 
     objects: ClassVar[Any] = JobQuerySet.as_manager()
 
@@ -427,8 +447,14 @@ class Job(ReadOnlyRow):
 
     @property
     def result(self) -> Any:
-        """What the kind returned in `Done(result)`, parsed anew."""
-        return _parsed(self.result_text)
+        """What the kind returned in `Done(result)`, or the receipt of the job's end, parsed anew.
+
+        A stored text that is no JSON is given as it is; `diagnostic` says so.
+        """
+        try:
+            return _parsed(self.result_text)
+        except ValueError:
+            return self.result_text
 
     @property
     def scope(self) -> Scope:
@@ -437,6 +463,68 @@ class Job(ReadOnlyRow):
     @property
     def is_live(self) -> bool:
         return self.status in LIVE
+
+    @property
+    def is_authentic(self) -> bool:
+        """Whether the stored input is there and is the one that the job was made with, byte for byte."""
+        return self.input_text is not None and _sha256(self.input_text) == self.input_sha256
+
+    def ownership_at(self, now: datetime) -> Ownership:
+        """Who may write the job, judged at `now` (the database's time), whatever its status says."""
+        if self.status in TERMINAL:
+            return Ownership.TERMINAL
+        if self.status == Status.HELD or self.next_run_at is not None:
+            return Ownership.LEGACY_UNKNOWN if self._waiting_problem() else Ownership.UNCLAIMED
+        if self.lease_owner is None or self.lease_expires_at is None:
+            return Ownership.LEGACY_UNKNOWN
+        return Ownership.EXPIRED if self.lease_expires_at <= now else Ownership.CURRENT
+
+    @property
+    def ownership(self) -> Ownership:
+        """`ownership_at` the present time, which is asked of the database where it matters.
+
+        For many rows read `durable_jobs.database.clock()` once and use `ownership_at`.
+        """
+        if self.status == Status.RUNNING and self.lease_expires_at is not None and self.next_run_at is None:
+            return self.ownership_at(database.clock(self._state.db))
+        return self.ownership_at(_LONG_AGO)
+
+    @property
+    def diagnostic(self) -> str | None:
+        """What is wrong with the row or with the writing of it, apart from the job's outcome; None: nothing.
+
+        In this order: what this process failed to record (`local_diagnostics`), why waiting work may not be
+        started, input that was changed, a result that is no JSON.
+        """
+        local = self.local_diagnostic or local_diagnostics.get(self.pk)
+        if local:
+            return local
+        if self.status == Status.HELD or self.next_run_at is not None:
+            problem = self._waiting_problem()
+            if problem:
+                return problem
+        if self.input_text is not None and not self.is_authentic:
+            return CHANGED_INPUT
+        try:
+            _parsed(self.result_text)
+        except ValueError:
+            return "The stored result is not JSON; it is given as text."
+        return None
+
+    def _waiting_problem(self) -> str | None:
+        held = self.status == Status.HELD
+        if held and (self.lease_owner or self.lease_expires_at or self.lease_epoch or self.attempts):
+            return "Held work carries the traces of an execution; recover it explicitly."
+        if not held and self.input_text is None and self.input_sha256 is None:
+            return None  # it was made without, and nothing can have been changed
+        keyless = held and self.queue_name == MANUAL_QUEUE and not self.idempotency_key
+        if not self.tenant_id or keyless or self.input_text is None or self.input_sha256 is None:
+            return "The scope, key, input or hash of waiting work is missing; recover it explicitly."
+        try:
+            _parsed(self.input_text)
+        except ValueError:
+            return "The input of waiting work is not JSON."
+        return None if self.is_authentic else CHANGED_INPUT
 
     @property
     def percent(self) -> float | None:
@@ -458,6 +546,24 @@ class Job(ReadOnlyRow):
             return None
         using = self._state.db or router.db_for_read(Job)
         return model._base_manager.using(using).filter(pk=self.subject_id).first()
+
+
+_LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+local_diagnostics: dict[UUID, str] = {}
+"""By job: what went wrong in this process after a commit that stands (`note_diagnostic`)."""
+
+
+def note_diagnostic(job_id: UUID, sentence: str) -> None:
+    """Remember it for `job.diagnostic` in this process; the oldest of a thousand are forgotten."""
+    local_diagnostics.pop(job_id, None)
+    local_diagnostics[job_id] = sentence
+    while len(local_diagnostics) > 1000:
+        local_diagnostics.pop(next(iter(local_diagnostics)), None)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def _parsed(text: str | None) -> Any:
@@ -492,6 +598,8 @@ class JobEvent(ReadOnlyRow):
     class Meta:
         db_table = "durable_jobs_event"
         default_permissions = ("view",)
+        verbose_name = _("event")
+        verbose_name_plural = _("history")
         indexes = (
             models.Index(fields=["job", "id"], name="durable_jobs_event_job"),
             models.Index(fields=["created_at", "id"], name="durable_jobs_event_time"),
@@ -555,6 +663,8 @@ class WorkerProcess(ReadOnlyRow):
     class Meta:
         db_table = "durable_jobs_worker"
         default_permissions = ("view",)
+        verbose_name = _("worker")
+        verbose_name_plural = _("workers")
 
     def __str__(self) -> str:
         return self.owner

@@ -14,7 +14,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from django.db import Error
-from django.db.models import Q
+from django.db.models import DurationField, ExpressionWrapper, F, Q
 
 from durable_jobs import database, explain, store
 from durable_jobs.conf import config
@@ -27,6 +27,7 @@ MOST: Final = 10_000
 WINDOWS: Final = {"1 h": timedelta(hours=1), "24 h": timedelta(hours=24), "7 d": timedelta(days=7)}
 PROBED_AFTER: Final = 45.0
 """A worker shows itself every ten seconds, unless its claiming has stood still for thirty."""
+EVERYTHING: Final = Q()
 
 
 @dataclass(frozen=True)
@@ -64,39 +65,67 @@ class Stats:
     pauses: list[Pause]
 
 
-def stats() -> Stats:
-    """Count."""
+@dataclass(frozen=True)
+class Counts:
+    """`live`: not ended, by what it waits for, and what waits for a person. `ended`: in each window, by status."""
+
+    now: datetime
+    live: dict[str, Bounded]
+    ended: dict[str, dict[str, Bounded]]
+
+
+def counts(among: Q = EVERYTHING, *, most: int | None = None) -> Counts:
+    """Count, up to `most` each (default: `MOST`); `among` narrows the jobs, to a scope for example."""
     now = store.now()
-    workers = explain.live_workers(now)
-    live = {
-        "waiting": _count(Q(status=Status.PENDING, next_run_at__lte=now)),
-        "scheduled": _count(Q(status=Status.PENDING, next_run_at__gt=now)),
-        "retrying": _count(Q(status=Status.RUNNING, next_run_at__isnull=False)),
-        "running": _count(Q(status=Status.RUNNING, lease_owner__isnull=False)),
-        "stopping": _count(Q(cancel_requested_at__isnull=False, finished_at__isnull=True)),
-        "stuck": Bounded(len(stuck_jobs(now, limit=MOST))),
-        "failed": _count(Q(status=Status.FAILED, parked_at__isnull=True)),
-        "parked": _count(Q(status=Status.FAILED, parked_at__isnull=False)),
-    }
     ended = {
         label: {
-            status: _count(Q(status=status, finished_at__gte=now - window))
+            status: _count(Q(status=status, finished_at__gte=now - window) & among, most)
             for status in (Status.COMPLETED.value, Status.FAILED.value, Status.CANCELLED.value)
         }
         for label, window in WINDOWS.items()
     }
+    return Counts(now, live(now, among, most=most), ended)
+
+
+def stats() -> Stats:
+    """Count everything."""
+    counted = counts()
+    now = counted.now
+    workers = explain.live_workers(now)
     return Stats(
         now=now,
-        live=live,
-        ended=ended,
+        live=counted.live,
+        ended=counted.ended,
         failures=_failures(now - WINDOWS["24 h"]),
-        queues=_queues(now, workers),
+        queues=queues(now, workers),
         workers=workers,
         pauses=list(Pause.objects.using(database.alias()).order_by("id")),
     )
 
 
-def stuck_jobs(now: datetime, *, limit: int, slack: float = 0.0) -> list[Job]:
+def live(now: datetime, among: Q = EVERYTHING, *, most: int | None = None) -> dict[str, Bounded]:
+    """Jobs that have not ended, by what they wait for, and those that need a human. `among` narrows them."""
+    most = MOST if most is None else most
+    conditions = {
+        "waiting": Q(status=Status.PENDING, next_run_at__lte=now),
+        "scheduled": Q(status=Status.PENDING, next_run_at__gt=now),
+        "retrying": Q(status=Status.RUNNING, next_run_at__isnull=False),
+        "running": Q(status=Status.RUNNING, lease_owner__isnull=False),
+        "stopping": Q(cancel_requested_at__isnull=False, finished_at__isnull=True),
+        "failed": Q(status=Status.FAILED, parked_at__isnull=True),
+        "parked": Q(status=Status.FAILED, parked_at__isnull=False),
+    }
+    counted = {name: _count(condition & among, most) for name, condition in conditions.items()}
+    stuck = _bounded(len(stuck_jobs(now, limit=most + 1, among=among)), most)
+    return {
+        name: stuck if name == "stuck" else counted[name]
+        for name in (
+            "waiting", "scheduled", "retrying", "running", "stopping", "stuck", "failed", "parked",
+        )
+    }  # fmt: skip
+
+
+def stuck_jobs(now: datetime, *, limit: int, slack: float = 0.0, among: Q = EVERYTHING) -> list[Job]:
     """Jobs that do not get on by themselves, oldest first; `slack` seconds are still given to lease and cancel."""
     moment = now - timedelta(seconds=slack)
     found: dict[UUID, Job] = {}
@@ -105,20 +134,129 @@ def stuck_jobs(now: datetime, *, limit: int, slack: float = 0.0) -> list[Job]:
         Q(status=Status.RUNNING),
         Q(cancel_requested_at__isnull=False, finished_at__isnull=True) & ~Q(status=Status.RUNNING),
     ):
-        jobs = _jobs().filter(condition).exclude(queue_name=MANUAL_QUEUE).order_by()
+        jobs = _jobs().filter(condition, among).exclude(queue_name=MANUAL_QUEUE).order_by()
         for job in jobs.defer(*LARGE_COLUMNS)[:MOST]:
             if explain.phase(job, moment) is explain.Phase.STUCK:
                 found[job.id] = job
     return [found[key] for key in sorted(found)[:limit]]
 
 
+# --- what has happened ----------------------------------------------------------------------------------
+
+HOUR: Final = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A span of time that begins at `since`: how many jobs ended in it, and how long they had waited before.
+
+    `wait` is the median of the seconds from creation to the first claim; None without jobs.
+    """
+
+    since: datetime
+    until: datetime
+    ended: int
+    failed: int
+    wait: float | None = None
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Failed jobs of one kind with one type of error, in each window."""
+
+    kind: str
+    error_type: str
+    windows: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Recent:
+    """What ended lately, from at most `MOST` rows each.
+
+    `bars` are the last hour; `reaches` says how far back they know, when not the whole hour. `hours` are the
+    failures of the last day, `failures` those of the last week, grouped; `failures_since` likewise.
+    """
+
+    bars: list[Bar]
+    reaches: datetime | None
+    hours: list[Bar]
+    failures: list[Failures]
+    failures_since: datetime | None
+
+
+def recent(now: datetime, among: Q = EVERYTHING) -> Recent:
+    """Throughput, waiting and failures; `among` narrows the jobs, to a scope for example."""
+    jobs = _jobs().filter(among)
+    ended = jobs.filter(finished_at__gte=now - HOUR, finished_at__lte=now).order_by("-finished_at")
+    rows = list(ended.values_list("finished_at", "status", _WAITED)[: MOST + 1])
+    bars = _by_five_minutes(now, rows)
+    week = now - WINDOWS["7 d"]
+    failed = jobs.filter(status=Status.FAILED, finished_at__gte=week).order_by("-finished_at")
+    failures = list(failed.values_list("finished_at", "kind", "error_type")[: MOST + 1])
+    return Recent(
+        bars=bars,
+        reaches=rows[-1][0] if len(rows) > MOST else None,
+        hours=_by_hour(now, [row[0] for row in failures]),
+        failures=_grouped_by_window(now, failures),
+        failures_since=failures[-1][0] if len(failures) > MOST else None,
+    )
+
+
+_WAITED: Final = ExpressionWrapper(F("started_at") - F("created_at"), output_field=DurationField())
+FIVE_MINUTES: Final = timedelta(minutes=5)
+
+
+def _by_five_minutes(now: datetime, rows: list[Any]) -> list[Bar]:
+    ended, failed = Counter[int](), Counter[int]()
+    waits: dict[int, list[float]] = {}
+    for moment, status, waited in rows:
+        number = (now - moment) // FIVE_MINUTES
+        ended[number] += 1
+        failed[number] += status == Status.FAILED
+        if waited is not None:
+            waits.setdefault(number, []).append(max(0.0, waited.total_seconds()))
+    return [
+        Bar(
+            since=now - (number + 1) * FIVE_MINUTES,
+            until=now - number * FIVE_MINUTES,
+            ended=ended[number],
+            failed=failed[number],
+            wait=sorted(waits[number])[len(waits[number]) // 2] if number in waits else None,
+        )
+        for number in reversed(range(12))
+    ]
+
+
+def _by_hour(now: datetime, moments: list[datetime]) -> list[Bar]:
+    numbers = Counter((now - moment) // HOUR for moment in moments)
+    return [Bar(now - (n + 1) * HOUR, now - n * HOUR, numbers[n], numbers[n]) for n in reversed(range(24))]
+
+
+def _grouped_by_window(now: datetime, rows: list[Any]) -> list[Failures]:
+    groups: dict[tuple[str, str], Counter[str]] = {}
+    horizons = [(label, now - window) for label, window in WINDOWS.items()]
+    for moment, kind, error_type in rows:
+        group = groups.setdefault((kind, error_type or ""), Counter())
+        for label, horizon in horizons:
+            group[label] += moment >= horizon
+    ordered = sorted(groups.items(), key=lambda item: (-item[1]["1 h"], -item[1]["7 d"], item[0]))
+    return [
+        Failures(kind, error, {label: numbers[label] for label in WINDOWS})
+        for (kind, error), numbers in ordered
+    ]
+
+
 def _jobs() -> Any:
     return Job.objects.using(database.alias())
 
 
-def _count(condition: Q) -> Bounded:
-    number = _jobs().filter(condition).order_by()[: MOST + 1].count()
-    return Bounded(min(number, MOST), number > MOST)
+def _count(condition: Q, most: int | None = None) -> Bounded:
+    most = MOST if most is None else most
+    return _bounded(_jobs().filter(condition).order_by()[: most + 1].count(), most)
+
+
+def _bounded(number: int, most: int) -> Bounded:
+    return Bounded(min(number, most), number > most)
 
 
 def _failures(since: datetime) -> list[tuple[str, str, Bounded]]:
@@ -130,22 +268,32 @@ def _failures(since: datetime) -> list[tuple[str, str, Bounded]]:
     return [(kind, error, Bounded(number, more)) for (kind, error), number in counted.most_common()]
 
 
-def _queues(now: datetime, workers: list[WorkerProcess]) -> list[Queue]:
+def queues(now: datetime, workers: list[WorkerProcess], among: Q = EVERYTHING) -> list[Queue]:
+    """The queues that have work, by name; `among` narrows the jobs, to a scope for example."""
     oldest: dict[str, float] = {}
     for route in store.routes():
         oldest[route.queue] = max(oldest.get(route.queue, 0.0), -route.due_in)
-    owned = _jobs().filter(status=Status.RUNNING, lease_owner__isnull=False).order_by()
+    owned = _jobs().filter(among, status=Status.RUNNING, lease_owner__isnull=False).order_by()
     running = Counter(owned.values_list("queue_name", flat=True)[: MOST + 1])
-    return [
-        Queue(
-            name=name,
-            due=_count(Q(queue_name=name, next_run_at__lte=now)),
-            oldest_due=oldest.get(name, 0.0),
-            running=Bounded(min(running[name], MOST), running[name] > MOST),
-            workers=sum(explain.serves(worker, name) for worker in workers),
+    found = []
+    for name in sorted({*oldest, *running}):
+        due = Q(queue_name=name, next_run_at__lte=now) & among
+        number, waited = _count(due), oldest.get(name, 0.0)
+        if among:
+            first = _jobs().filter(due).order_by("next_run_at").values_list("next_run_at", flat=True).first()
+            waited = (now - first).total_seconds() if first else 0.0
+            if not number.number and not running[name]:
+                continue
+        found.append(
+            Queue(
+                name=name,
+                due=number,
+                oldest_due=waited,
+                running=Bounded(min(running[name], MOST), running[name] > MOST),
+                workers=sum(explain.serves(worker, name) for worker in workers),
+            )
         )
-        for name in sorted({*oldest, *running})
-    ]
+    return found
 
 
 # --- health ---------------------------------------------------------------------------------------------

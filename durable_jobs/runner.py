@@ -52,6 +52,7 @@ from durable_jobs.store import Counts, Lease
 PROGRESS_SECONDS: Final = 1.0
 """Progress that a step reports is written at most this often."""
 LONG_FENCE_SECONDS: Final = 1.0
+LONGEST_HOOK_DELAY: Final = 600.0
 IDLE_IN_FENCE: Final = "25P03"
 """The server ended a fence that had sent it nothing for too long (`lock_fence` sets that limit)."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.05, 2.0
@@ -565,9 +566,48 @@ class _Slice:
         if isinstance(error, Park):
             return self._park(error)
         if self._is_outage(error, cut_off):
-            log("slice_cut_off", self.job, level=logging.WARNING, error_type=describe(error).type)
-            return self._release(error)
+            return self._cut_off(error)
         return self._fail(error)
+
+    def _cut_off(self, error: BaseException) -> SliceResult:
+        """The step lost the database. If that is away, the job goes back and nothing is counted.
+
+        If it stands and only this connection was cut, the step may be the cause, as with a worker that it
+        kills: counted as an orphaning, ever later, and parked as poison like one.
+        """
+        facts = describe(error)
+        stands = self._database_answers()
+        log("slice_cut_off", self.job, level=logging.WARNING, error_type=facts.type, database_stands=stands)
+        if not stands:
+            return self._release(error)
+        has_committed = self.hold.last_commit > self.hold.begun
+        before = 0 if has_committed else self.job.redrives_since_commit
+        if before >= self.kind.max_orphanings:
+            sentence = (
+                f"The step lost its connection {before + 1} times without a commit between: {facts.message}"
+            )
+            return self._park(Park("poison", sentence))
+        try:
+            self._persist(self._write_progress)
+            job = self._persist(lambda: self._record_cut_off(facts, self.kind.retry.delay(before + 1)))
+        except Exception as second:
+            log("release_failed", self.job, level=logging.ERROR, error=second)
+            return SliceResult(Outcome.RETRY, None, error)
+        return SliceResult(Outcome.RETRY, job, error) if job else self._lost()
+
+    def _record_cut_off(self, facts: ErrorFacts, delay: float) -> Job | None:
+        with database.transaction(self.ctx.alias, what="release"):
+            job = store.release_lease(self.lease, delay, cut_off=True)
+            if job is not None:
+                store.add_event(
+                    job,
+                    "cut_off",
+                    owner=self.lease.owner,
+                    error_type=facts.type,
+                    message=facts.message,
+                    traceback=facts.traceback,
+                )
+        return job
 
     def _is_outage(self, error: BaseException, cut_off: bool) -> bool:
         """Whether the jobs' database is at fault: the same error comes from a cursor used after its end, and
@@ -632,7 +672,7 @@ class _Slice:
         except HookFailed as failure:
             # No failure is counted and the request stays: a cancelled job must not end failed.
             log("cancel_mirror_failed", self.job, level=logging.ERROR, error=failure.error)
-            return self._release(failure.error)
+            return self._release_after_hook(failure)
         return SliceResult(Outcome.CANCELLED, job) if job else self._lost()
 
     def _park(self, error: Park) -> SliceResult:
@@ -644,7 +684,7 @@ class _Slice:
                 lambda: lifecycle.fail(self.kind, self.job.id, self.lease.epoch, facts, parked=True)
             )
         except HookFailed as failure:
-            return self._release(failure.error)
+            return self._release_after_hook(failure)
         return SliceResult(Outcome.FAILED, job, error) if job else self._lost()
 
     def _refuse(self, code: str, sentence: str) -> SliceResult:
@@ -707,18 +747,25 @@ class _Slice:
         try:
             failed = self._persist(lambda: lifecycle.fail(self.kind, job.id, job.lease_epoch))
         except HookFailed as failure:
-            return self._release(failure.error)
+            return self._release_after_hook(failure)
         if failed is None:
             return SliceResult(Outcome.RETRY, job) if self.let_go else self._lost()
         return SliceResult(Outcome.FAILED, failed)
 
-    def _release(self, error: BaseException) -> SliceResult:
+    def _release_after_hook(self, failure: HookFailed) -> SliceResult:
+        """The hook is tried again, ever later: each try leaves a line in the job's history."""
+        first, failed = self.kind.retry.first_delay, self.job.mirror_attempts
+        delay = first if failed < 1 else min(max(first, 1.0) * 2.0 ** min(failed, 16), LONGEST_HOOK_DELAY)
+        return self._release(failure.error, delay)
+
+    def _release(self, error: BaseException, delay: float | None = None) -> SliceResult:
         """Hand the row back for a retry that counts nothing, unless that has been done."""
         if self.let_go:
             return SliceResult(Outcome.RETRY, self._row(), error)
         try:
             self._persist(self._write_progress)
-            job = self._persist(partial(store.release_lease, self.lease, self.kind.retry.first_delay))
+            wait = self.kind.retry.first_delay if delay is None else delay
+            job = self._persist(partial(store.release_lease, self.lease, wait))
         except Exception as second:
             log("release_failed", self.job, level=logging.ERROR, error=second)
             return SliceResult(Outcome.RETRY, None, error)

@@ -7,9 +7,9 @@ acted on in a transaction of its own, with its hooks: what is refused stays as i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, Final
 from uuid import UUID
@@ -19,13 +19,15 @@ from django.db.models import Count, Q
 from durable_jobs import database, explain, service, store
 from durable_jobs.exceptions import DurableJobsError
 from durable_jobs.explain import Phase
-from durable_jobs.models import Job, Pause, Status
+from durable_jobs.models import LIVE, Job, Pause, Scope, Status
 from durable_jobs.service import ALL_SCOPES
 
 PAGE: Final = 200
 MOST_COUNTED: Final = 100_000
 """A selection is counted up to here; beyond, the answer is "more"."""
 SAMPLE: Final = 10
+WINDOW: Final = 20_000
+"""What no index answers is looked for among so many jobs at a time."""
 
 LARGE_COLUMNS: Final = ("input_text", "checkpoint_text", "result_text", "error_message", "meta")
 
@@ -50,6 +52,13 @@ class Selection:
     failed_before: datetime | None = None
     created_since: datetime | None = None
     created_before: datetime | None = None
+    ended_since: datetime | None = None
+    ended_before: datetime | None = None
+    lock_key: str | None = None
+    idempotency_key: str | None = None
+    ids: tuple[UUID, ...] | None = None
+    scopes: tuple[Scope, ...] | None = None
+    not_kinds: tuple[str, ...] = ()
     unended: bool = False
     """Only what has not ended and was not asked to end."""
 
@@ -70,8 +79,20 @@ class Selection:
             "finished_at__lt": self.failed_before,
             "created_at__gte": self.created_since,
             "created_at__lt": self.created_before,
+            "lock_key": self.lock_key,
+            "idempotency_key": self.idempotency_key,
+            "id__in": self.ids,
         }
         condition = Q(**{name: value for name, value in columns.items() if value is not None})
+        # Apart from `failed_since`, which may hold as well.
+        if self.ended_since is not None:
+            condition &= Q(finished_at__gte=self.ended_since)
+        if self.ended_before is not None:
+            condition &= Q(finished_at__lt=self.ended_before)
+        if self.scopes is not None:
+            condition &= in_scopes(self.scopes)
+        if self.not_kinds:
+            condition &= ~Q(kind__in=self.not_kinds)
         if self.failed_since is not None or self.failed_before is not None:
             condition &= Q(status=Status.FAILED)
         if self.unended:
@@ -95,6 +116,41 @@ class Selection:
         """Whether a job that `where` has found is in the phase that was asked for."""
         return self.phase is None or explain.phase(job, now, pauses) is self.phase
 
+    @property
+    def is_indexed(self) -> bool:
+        """Whether an index finds these jobs; the others are looked for in windows of the list."""
+        rest = (Phase.COMPLETED, Phase.CANCELLED, Phase.HELD)
+        is_rest = self.phase in rest or self.status in {phase.value for phase in rest}
+        if any(value is not None for value in (self.ids, self.subject, self.lock_key, self.idempotency_key)):
+            return True
+        if self.unended or ((self.status or self.phase) is not None and not is_rest):
+            return True
+        return any(
+            value is not None
+            for value in (self.ended_since, self.ended_before, self.failed_since, self.failed_before)
+        )
+
+    @property
+    def one_tenant(self) -> str | None:
+        """The tenant that all of them belong to, when one was named: its list has an index by time."""
+        if self.tenant is not None:
+            return self.tenant
+        tenants = {scope.tenant for scope in self.scopes or ()}
+        return tenants.pop() if len(tenants) == 1 else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing but a scope narrows it."""
+        return self == Selection(scopes=self.scopes)
+
+
+def in_scopes(scopes: Collection[Scope]) -> Q:
+    """A condition that holds for the rows of these scopes."""
+    condition = Q(pk__in=[])
+    for scope in scopes:
+        condition |= Q(tenant_id=scope.tenant, organization_id=scope.organization)
+    return condition
+
 
 @dataclass(frozen=True)
 class Look:
@@ -117,24 +173,111 @@ def newest(selection: Selection, look: Look, *, limit: int, after: UUID | None =
     return list(islice(_read(selection, look, descending=True, after=after), limit))
 
 
-def pages(selection: Selection, look: Look, *, limit: int | None = None) -> Iterator[list[UUID]]:
+@dataclass(frozen=True)
+class Place:
+    """A place in a list: the row that the next page begins after. As text it goes into addresses."""
+
+    created_at: datetime
+    id: UUID
+
+    def __str__(self) -> str:
+        return f"{self.created_at.astimezone(UTC):%Y%m%dT%H%M%S.%f}~{self.id.hex}"
+
+    @classmethod
+    def parse(cls, text: str) -> Place | None:
+        """The place that was written so; None for anything else."""
+        moment, _, key = text.partition("~")
+        try:
+            created_at = datetime.strptime(moment, "%Y%m%dT%H%M%S.%f").replace(tzinfo=UTC)
+            return cls(created_at, UUID(hex=key))
+        except ValueError:
+            return None
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A page of a list; `next` is where more may be; `searched` when the search stopped before the page was full."""
+
+    jobs: list[Job]
+    next: Place | None
+    searched: int | None = None
+
+
+def listed(
+    selection: Selection, look: Look, *, limit: int, after: Place | None = None, also: Q | None = None
+) -> Listed:
+    """A page of jobs, newest first; large columns are left out. `also` is a further condition without an index.
+
+    Never reads more than `WINDOW` rows for what no index finds: then the page may be short, or empty, and the
+    search goes on from `next`.
+    """
+    if selection.is_indexed and also is None:
+        found = list(
+            islice(
+                _read(selection, look, descending=True, after=after.id if after else None, page=limit + 1),
+                limit + 1,
+            )
+        )
+        return Listed(found[:limit], _place(found[limit - 1]) if len(found) > limit else None)
+    by_time = selection.one_tenant is not None
+    condition = selection.where(look.now, look.pauses)
+    jobs = Job.objects.using(database.alias())
+    within = jobs.filter(tenant_id=selection.one_tenant) if by_time else jobs
+    order = ("-created_at", "-id") if by_time else ("-id",)
+    window = _beyond(within.order_by(*order), after, by_time=by_time)
+    floor = None
+    if not selection.is_empty or also is not None:
+        floor = window.only("id", "created_at")[WINDOW - 1 : WINDOW].first()
+    rows = window.filter(condition, also or Q()).defer(*LARGE_COLUMNS)
+    if floor is not None:
+        rows = _down_to(rows, _place(floor), by_time=by_time)
+    found = [job for job in rows[: limit + 1] if selection.matches(job, look.now, look.pauses)]
+    if len(found) > limit:
+        return Listed(found[:limit], _place(found[limit - 1]))
+    return Listed(found, _place(floor) if floor else None, WINDOW if floor else None)
+
+
+def _place(job: Job) -> Place:
+    return Place(job.created_at, job.id)
+
+
+def _beyond(jobs: Any, after: Place | None, *, by_time: bool) -> Any:
+    if after is None:
+        return jobs
+    if not by_time:
+        return jobs.filter(id__lt=after.id)
+    earlier = Q(created_at__lt=after.created_at) | Q(created_at=after.created_at, id__lt=after.id)
+    return jobs.filter(earlier, created_at__lte=after.created_at)
+
+
+def _down_to(jobs: Any, floor: Place, *, by_time: bool) -> Any:
+    if not by_time:
+        return jobs.filter(id__gte=floor.id)
+    return jobs.filter(created_at__gte=floor.created_at)
+
+
+def pages(
+    selection: Selection, look: Look, *, limit: int | None = None, after: UUID | None = None
+) -> Iterator[list[UUID]]:
     """The ids, oldest job first, a page at a time; what was acted on in one page is not met in the next."""
-    found = islice(_read(selection, look, descending=False), limit)
+    found = islice(_read(selection, look, descending=False, after=after), limit)
     while page := [job.id for job in islice(found, PAGE)]:
         yield page
 
 
-def _read(selection: Selection, look: Look, *, descending: bool, after: UUID | None = None) -> Iterator[Job]:
+def _read(
+    selection: Selection, look: Look, *, descending: bool, after: UUID | None = None, page: int = PAGE
+) -> Iterator[Job]:
     condition = selection.where(look.now, look.pauses)
     jobs = Job.objects.using(database.alias()).filter(condition).defer(*LARGE_COLUMNS)
     jobs = jobs.order_by("-id" if descending else "id")
     while True:
         beyond = {} if after is None else {"id__lt" if descending else "id__gt": after}
-        page = list(jobs.filter(**beyond)[:PAGE])
-        yield from (job for job in page if selection.matches(job, look.now, look.pauses))
-        if len(page) < PAGE:
+        rows = list(jobs.filter(**beyond)[:page])
+        yield from (job for job in rows if selection.matches(job, look.now, look.pauses))
+        if len(rows) < page:
             return
-        after = page[-1].id
+        after = rows[-1].id
 
 
 @dataclass(frozen=True)
@@ -214,9 +357,12 @@ Act = Callable[[UUID, int], Job]
 """Acts on the job of this id, the n-th (from 0) of its bulk."""
 
 
-def act_on(ids: Iterator[list[UUID]], act: Act) -> Iterator[Outcome]:
-    """Act on each job in a transaction of its own. An outage of the database ends it with its error."""
-    number = 0
+def act_on(ids: Iterator[list[UUID]], act: Act, *, first: int = 0) -> Iterator[Outcome]:
+    """Act on each job in a transaction of its own. An outage of the database ends it with its error.
+
+    `first` is the number of the first one, when earlier ones were acted on before.
+    """
+    number = first
     for page in ids:
         for job_id in page:
             try:
@@ -227,11 +373,16 @@ def act_on(ids: Iterator[list[UUID]], act: Act) -> Iterator[Outcome]:
 
 
 def redriving(
-    *, failed_before: datetime | None = None, spread: float = 0.0, jobs: int = 0, **options: Any
+    *,
+    failed_before: datetime | None = None,
+    spread: float = 0.0,
+    jobs: int = 0,
+    elapsed: float = 0.0,
+    **options: Any,
 ) -> Act:
-    """Redrive each; `spread` over so many seconds from now, `jobs` being their number."""
+    """Redrive each; `spread` over so many seconds, `jobs` being their number and `elapsed` what has gone by."""
     interval = spread / jobs if jobs else 0.0
-    began = time.monotonic()
+    began = time.monotonic() - elapsed
 
     def act(job_id: UUID, number: int) -> Job:
         delay = max(0.0, number * interval - (time.monotonic() - began)) if interval else 0.0
@@ -243,3 +394,50 @@ def redriving(
 def cancelling(**options: Any) -> Act:
     """Ask each to end."""
     return lambda job_id, number: service.cancel(job_id, scope=ALL_SCOPES, **options)
+
+
+# --- what acting would meet -----------------------------------------------------------------------------
+
+FORESEEN: Final = 500
+"""So many jobs of a selection are looked at one by one before a person says yes."""
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """A refusal that awaits so many jobs: an example, and the job that stands in its way."""
+
+    reason: explain.Reason
+    jobs: int
+    example: Job
+    holder: Job | None = None
+
+
+Foresee = Callable[[Job, "Job | None"], "explain.Reason | None"]
+"""The refusal that an act on a job would meet, given the live job that holds its lock key."""
+
+
+def foresee(
+    selection: Selection, look: Look, judge: Foresee, *, limit: int = FORESEEN
+) -> tuple[int, list[Foreseen]]:
+    """Look at the first `limit` jobs: how many were looked at, and what would be refused, by code."""
+    jobs = list(islice(_read(selection, look, descending=False), limit))
+    held_by = holders(jobs)
+    found: dict[str, Foreseen] = {}
+    for job in jobs:
+        holder = held_by.get((job.lock_key, job.scope))
+        reason = judge(job, holder)
+        if reason is not None:
+            known = found.get(reason.code)
+            found[reason.code] = (
+                replace(known, jobs=known.jobs + 1) if known else Foreseen(reason, 1, job, holder)
+            )
+    return len(jobs), sorted(found.values(), key=lambda one: -one.jobs)
+
+
+def holders(jobs: Collection[Job]) -> dict[tuple[str | None, Scope], Job]:
+    """The live jobs that hold the lock keys of these, by key and scope: one query."""
+    keys = {job.lock_key for job in jobs if job.lock_key is not None}
+    if not keys:
+        return {}
+    live = Job.objects.using(database.alias()).filter(lock_key__in=keys, status__in=LIVE)
+    return {(job.lock_key, job.scope): job for job in live.defer(*LARGE_COLUMNS)}

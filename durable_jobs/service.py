@@ -22,6 +22,7 @@ from django.db import IntegrityError, OperationalError, router, transaction
 from django.db.models import Model
 
 from durable_jobs import database, jsontext, kinds, lifecycle, reconciler, signals, store, transports
+from durable_jobs.candidates import CandidatePage, CandidateQuery, candidates
 from durable_jobs.conf import config
 from durable_jobs.exceptions import (
     Busy,
@@ -33,6 +34,8 @@ from durable_jobs.exceptions import (
     LockKeyHeld,
     NotCancellable,
     NotFound,
+    NotHeld,
+    NotReclaimable,
     NotRedrivable,
     NotSettleable,
     Refusal,
@@ -47,13 +50,17 @@ from durable_jobs.store import NewJob
 __all__ = [
     "ALL_SCOPES",
     "AllScopes",
+    "CandidatePage",
+    "CandidateQuery",
     "Scope",
     "Started",
     "cancel",
+    "candidates",
     "get",
     "pause",
     "reconcile",
     "redrive",
+    "release",
     "running_under",
     "settle_without_hooks",
     "start",
@@ -111,6 +118,7 @@ def start(
     priority: int = 0,
     queue: str | None = None,
     run_after: datetime | timedelta | None = None,
+    hold: bool = False,
     meta: Mapping[str, Any] | None = None,
 ) -> Started:
     """Start a job of a registered kind.
@@ -119,6 +127,7 @@ def start(
     same key in the scope gives the same job, in whatever status it is, and refuses another input. `lock_key`:
     at most one live job of the scope has it; `if_locked="return"` gives the holder instead of refusing.
     `priority` −100 to 100, higher first. `run_after` an aware datetime or a timedelta. `meta` labels.
+    `hold=True` keeps the job until `release`: nothing starts it, and its lock key stays free.
 
     Joins the caller's transaction. It may wait there for another open transaction that starts the same key.
     Raises `UnknownKind`, `InvalidInput`, `IdempotencyConflict`, `LockKeyHeld`.
@@ -135,6 +144,7 @@ def start(
         priority=priority,
         queue=queue,
         run_after=run_after,
+        hold=hold,
         meta=meta,
     )
     return _start(ready)
@@ -184,6 +194,46 @@ def get(job_id: UUID | str, *, scope: Scope | AllScopes | None = None) -> Job | 
     return job
 
 
+def release(
+    job_id: UUID | str, *, actor: Any = "", reason: str = "", scope: Scope | AllScopes | None = None
+) -> Job:
+    """Let a held job run: it is pending, due now, and takes its lock key.
+
+    Joins the caller's transaction. Raises `NotFound`, `NotHeld`, `LockKeyHeld`, `NotReclaimable` (its input was
+    changed since it was started), `Busy`.
+    """
+    who = _actor(actor)
+    job_uuid, wanted = _required_id(job_id), _scope(scope)
+    try:
+        with database.joined(database.alias()):
+            job = store.release_held(job_uuid, scope=wanted)
+            if not isinstance(job, Job):
+                raise _not_released(job_id, job, get(job_uuid, scope=scope))
+            store.add_event(job, "released", actor=who.text, actor_id=who.id, reason=jsontext.clean(reason))
+            transports.current().publish(job)
+    except OperationalError as error:
+        if database.is_locked(error):
+            raise Busy(job_uuid) from error
+        raise
+    log("job_released", job, actor=who.text)
+    return job
+
+
+def _not_released(job_id: object, answer: store.Answer | None, now: Job | None) -> Refusal:
+    if now is None:
+        return NotFound(job_id)
+    if answer is not None:
+        holder = store.by_lock_key(now.lock_key or "", now.scope)
+        return LockKeyHeld(now.lock_key or "", holder.id if holder else None)
+    if now.status != Status.HELD:
+        return NotHeld(now.id, now.status)
+    if now.queue_name == RESERVED_QUEUE:
+        return NotHeld(now.id, now.status, "no worker serves its queue; its manager resumes it")
+    if now.diagnostic:
+        return NotReclaimable(now.id, now.diagnostic.rstrip("."))
+    return Busy(now.id)
+
+
 def cancel(
     job_id: UUID | str,
     *,
@@ -229,7 +279,7 @@ def cancel(
         transports.current().hint_cancel(job)
         return job
     kind = kinds.find(job.kind)
-    if kind is None:
+    if kind is None and job.queue_name != RESERVED_QUEUE:
         # Its hooks are unknown here: a process that knows the kind ends it.
         return job
     try:
@@ -281,6 +331,10 @@ def redrive(
         raise RestartNotAllowed(before.id, before.kind)
     if before.status in (Status.COMPLETED, Status.CANCELLED):
         raise NotRedrivable(before.id, before.status)
+    if before.queue_name == RESERVED_QUEUE:
+        raise NotRedrivable(
+            before.id, before.status, "no worker serves its queue; its owner resumes or retries it"
+        )
     if before.verdict == Verdict.UNRECOVERABLE and not force:
         raise ForceRequired(before.id)
     _require_free_lock(before)
@@ -313,7 +367,8 @@ def redrive(
                 "restart": restart,
                 "delay": wait,
                 "error_type": before.error_type,
-                "checkpoint": before.checkpoint_text if restart else None,
+                # A restart forgets where the work was: here it is kept.
+                **({"checkpoint": before.checkpoint_text} if restart else {}),
             },
         )
         transports.current().publish(job)
@@ -484,7 +539,7 @@ def _announce(started: list[tuple[Kind, Job]]) -> None:
     transport, told = transports.current(), set()
     for _, job in started:
         route = (job.queue_name, job.kind, job.priority)
-        if not transport.transactional or route not in told:
+        if job.status == Status.PENDING and (not transport.transactional or route not in told):
             told.add(route)
             transport.publish(job)
         transaction.on_commit(partial(signals.send, signals.job_created, job), using=using, robust=True)
@@ -514,7 +569,7 @@ def _require_free_lock(job: Job) -> None:
 
 _OPTIONS = frozenset(
     ("scope", "subject", "idempotency_key", "lock_key", "if_locked", "created_by", "priority", "queue",
-     "run_after", "meta")
+     "run_after", "hold", "meta")
 )  # fmt: skip
 
 
@@ -549,6 +604,7 @@ def _prepare(
     priority: Any = 0,
     queue: Any = None,
     run_after: Any = None,
+    hold: Any = False,
     meta: Any = None,
 ) -> _Ready:
     known = kinds.get(kind)
@@ -558,12 +614,18 @@ def _prepare(
     text = jsontext.encode(input, field="input", limit=config.MAX_INPUT_BYTES)
     subject_type, subject_id = _subject(known, subject)
     run_at, delay = _moment(run_after)
+    if not isinstance(hold, bool):
+        raise InvalidInput("hold", hold, "is neither True nor False", "Pass the boolean itself.")
+    if hold and run_after is not None:
+        raise InvalidInput(
+            "run_after", run_after, "has no meaning for held work", "Release the job when it is to run."
+        )
     if if_locked not in ("raise", "return"):
         raise InvalidInput("if_locked", if_locked, "is unknown", 'Use "raise" or "return".')
     new = NewJob(
         id=uuid7(),
         kind=known.name,
-        status=Status.PENDING.value,
+        status=(Status.HELD if hold else Status.PENDING).value,
         tenant=owner.tenant,
         organization=owner.organization,
         queue=_queue(known, queue),

@@ -20,7 +20,7 @@ import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -30,7 +30,7 @@ from django.db.transaction import Atomic
 
 from durable_jobs import database
 from durable_jobs.conf import config
-from durable_jobs.database import Statement
+from durable_jobs.database import OwnAtomic, Statement
 from durable_jobs.exceptions import ErrorFacts
 from durable_jobs.kinds import KEEP, Sentinel
 from durable_jobs.models import MANUAL_QUEUE, Job, JobEvent, Scope
@@ -171,7 +171,7 @@ _TYPES: dict[str, str] = {
     "subject_type": "text", "subject_id": "text", "priority": "int", "run_at": "timestamptz",
     "delay": "float8", "ttl": "float8", "grace": "float8", "first": "float8", "longest": "float8",
     "owner": "text", "dead_owner": "text", "epoch": "bigint", "epochs": "bigint[]", "ttls": "float8[]",
-    "seq": "int", "redrives": "int", "interrupted": "int", "max_failures": "int", "exponential": "boolean",
+    "seq": "int", "redrives": "int", "interrupted": "int", "cut_off": "int", "max_failures": "int", "exponential": "boolean",
     "checkpoint": "text", "keep_checkpoint": "boolean", "result": "text",
     "processed": "bigint", "total": "bigint", "keep_total": "boolean", "message": "text",
     "error_class": "text", "code": "text", "error_type": "text", "error_message": "text",
@@ -181,6 +181,8 @@ _TYPES: dict[str, str] = {
     "idle": "text", "actor": "text", "actor_id": "text", "reason": "text", "event": "text",
     "operation_id": "text", "traceback": "text", "data": "jsonb", "release": "text", "suspects": "boolean",
     "host": "text", "pid": "int", "concurrency": "int", "queue_job_id": "text", "any": "boolean",
+    "percent": "float8", "late": "boolean", "stopped": "boolean", "names": "text[]", "full": "text[]",
+    "except_id": "uuid", "lock_name": "text", "cap": "bigint", "created": "timestamptz",
     "failed_before": "timestamptz", "ended_before": "timestamptz", "after_time": "timestamptz",
     "statuses": "text[]", "budget": "bigint",
 }  # fmt: skip
@@ -236,6 +238,25 @@ def _snippets(vendor: str) -> Mapping[str, str]:
         "by_cancelling": "" if vendor == "postgresql" else "INDEXED BY durable_jobs_cancelling",
         # Poison takes its neighbours along: a process that runs one suspect claims no second.
         "fit": "{unpaused} AND (:suspects OR c.redrives_since_commit = 0)",
+        # The input is the one that the job was made with. Missing input never is.
+        "authentic": (
+            "encode(sha256(convert_to(c.input, 'UTF8')), 'hex') = c.input_sha256"
+            if vendor == "postgresql"
+            else "SHA256(c.input) = c.input_sha256"
+        ),
+        # Work without any input has nothing that could have been changed.
+        "sound": (
+            "coalesce(encode(sha256(convert_to(c.input, 'UTF8')), 'hex'), '') = coalesce(c.input_sha256, '')"
+            if vendor == "postgresql"
+            else "coalesce(SHA256(c.input), '') = coalesce(c.input_sha256, '')"
+        ),
+        # A lease that is held at this very moment. The row is locked before the clock is read: an UPDATE that
+        # waited for somebody who only locked the row does not look at its conditions again.
+        "strict": """id = (SELECT id FROM {job} WHERE {owned} {lock}) AND status = 'running'
+            AND lease_owner = :owner AND lease_epoch = :epoch AND lease_expires_at > {now}""",
+        "countable": "c.lease_epoch < 9223372036854775807 AND c.attempts < 2147483647",
+        "over": "c.status = 'running' AND c.lease_owner IS NOT NULL AND c.lease_expires_at <= {now}",
+        "scope_key": "length(c.tenant_id) || ':' || c.tenant_id || ':' || coalesce(c.organization_id, '')",
         "paused": """EXISTS (SELECT 1 FROM durable_jobs_pause p
             WHERE (p.queue_name = '' OR p.queue_name = {job}.queue_name)
               AND (p.kind = '' OR p.kind = {job}.kind) AND (p.tenant_id = '' OR p.tenant_id = {job}.tenant_id))""",
@@ -243,7 +264,7 @@ def _snippets(vendor: str) -> Mapping[str, str]:
             attempts = attempts + 1, heartbeat_at = {now}, claimed_at = {now},
             processed_at_claim = processed_count, started_at = coalesce(started_at, {now}),
             pending_since = NULL, next_run_at = NULL, updated_at = {now}, {fold}""",
-        # B49: an ordinary expired lease, not none, so that every reader of expiry sees the same thing.
+        # an ordinary expired lease, not none, so that every reader of expiry sees the same thing.
         "let_go": "lease_owner = NULL, lease_expires_at = {now}, updated_at = {now}",
         "end": "{end_unmirrored}, domain_mirrored_at = CASE WHEN :mirrored THEN {now} END",
         "end_unmirrored": """lease_owner = NULL, lease_expires_at = {now}, next_run_at = NULL,
@@ -497,7 +518,8 @@ _FAIL_SLICE = _statement("""
             THEN (1 << {least}(consecutive_failures, 20)) ELSE 1 END)}, {fold}, {counts}
     WHERE {owned} RETURNING {columns}""")
 _RELEASE_LEASE = _statement("""
-    UPDATE {job} SET {let_go}, next_run_at = {after :delay}, {fold}
+    UPDATE {job} SET {let_go}, next_run_at = {after :delay}, {fold},
+        redrives_since_commit = redrives_since_commit + :cut_off
     WHERE {owned} RETURNING {columns}""")
 
 _COMPLETE = _statement("""
@@ -585,7 +607,8 @@ _DEAD_LEASES = _statement("""
     FROM {job} WHERE status = 'running' AND lease_owner = :owner""")
 _MAILED = _statement("""
     SELECT DISTINCT m.job_id FROM durable_jobs_cancelrequest m JOIN {job} ON {job}.id = m.job_id
-    WHERE {job}.status IN ('held', 'pending', 'running') AND {sweep} ORDER BY m.job_id LIMIT :batch""")
+    WHERE {job}.status IN ('held', 'pending', 'running') AND queue_name <> :manual AND {sweep}
+    ORDER BY m.job_id LIMIT :batch""")
 _IS_FREE = _statement("SELECT 1 FROM {job} WHERE id = :id {skip_locked}")
 # A row's lock is not in pg_locks, but the row names the transaction that took it last.
 _HOLDERS = _statement(
@@ -634,6 +657,163 @@ _BUMP_MIRROR = _statement("""
 _SET_DELIVERY = _statement("""
     UPDATE {job} SET queue_job_id = :queue_job_id
     WHERE id = :id AND continuation_seq = :seq AND redrives = :redrives AND finished_at IS NULL""")
+
+# Work that is owned by hand (receipts, manager): only an unexpired lease writes.
+_INSERT_RUNNING = _statement("""
+    INSERT INTO {job} (id, kind, status, tenant_id, organization_id, queue_name, input, input_sha256,
+        idempotency_key, created_at, updated_at, lease_owner, lease_epoch, lease_expires_at, heartbeat_at,
+        attempts, claimed_at, started_at)
+    VALUES (:id, :kind, 'running', :tenant, :organization, :queue, :input, :input_sha256,
+        :idempotency_key, {now}, {now}, :owner, 1, {after :ttl}, {now}, 1, {now}, {now})
+    ON CONFLICT DO NOTHING RETURNING {columns}""")
+_EXTEND = _statement("""
+    UPDATE {job} SET lease_expires_at = {after :ttl}, heartbeat_at = {now}
+    WHERE id = (SELECT id FROM {job} WHERE {owned} {lock}) RETURNING {columns}""")
+_RENEW = _statement("""
+    UPDATE {job} SET lease_expires_at = {after :ttl}, heartbeat_at = {now}, {fold}
+    WHERE {strict} RETURNING {columns}""")
+_SET_PERCENT = _statement("""
+    UPDATE {job} SET progress = :percent, heartbeat_at = {now} WHERE {strict} RETURNING id""")
+_KEEP_CHECKPOINT = _statement("""
+    UPDATE {job} SET checkpoint = :checkpoint, checkpoint_at = {now}, updated_at = {now}
+    WHERE {strict} RETURNING id""")
+_COMPLETE_OWNED = _statement("""
+    UPDATE {job} SET status = 'completed', {end}, result = :result, progress = 100, heartbeat_at = {now},
+        error_class = NULL, error_code = NULL, error_type = NULL, error_message = NULL
+    WHERE {strict} AND verdict IS NULL AND (:late OR {requested} IS NULL) RETURNING {columns}""")
+_FAIL_OWNED = _statement("""
+    UPDATE {job} SET status = 'failed', {end}, {fold}, heartbeat_at = {now}, result = coalesce(:result, result),
+        error_class = :error_class, error_code = :code, error_type = :error_type,
+        error_message = :error_message
+    WHERE {strict} RETURNING {columns}""")
+_CANCEL_OWNED = _statement("""
+    UPDATE {job} SET {cancel}, heartbeat_at = {now}, result = coalesce(:result, result),
+        error_message = coalesce(:error_message, error_message)
+    WHERE {strict} AND (:stopped OR {requested} IS NOT NULL) RETURNING {columns}""")
+_RELEASE_HELD = _statement("""
+    UPDATE {job} SET status = 'pending', pending_since = {now}, next_run_at = {now}, updated_at = {now}, {fold}
+    WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND (:any OR (c.tenant_id = :tenant
+            AND coalesce(c.organization_id, '') = coalesce(:organization, '')))
+        AND c.status = 'held' AND c.queue_name <> :manual AND {authentic} {skip_locked})
+    RETURNING {columns}""")
+_CLAIM_HELD = _statement("""
+    UPDATE {job} SET {take}, lease_expires_at = {after :ttl}
+    WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.tenant_id = :tenant
+            AND coalesce(c.organization_id, '') = coalesce(:organization, '')
+        AND ((c.status = 'held' AND {authentic})
+            OR ({over} AND {sound} AND c.verdict IS NULL))
+        AND {countable} {skip_locked})
+    RETURNING {columns}""")
+_RETRY_CLAIM = _statement("""
+    UPDATE {job} SET status = 'running', lease_owner = :owner, lease_epoch = lease_epoch + 1,
+        attempts = attempts + 1, heartbeat_at = {now}, claimed_at = {now}, lease_expires_at = {after :ttl},
+        processed_at_claim = processed_count, started_at = coalesce(started_at, {now}), updated_at = {now},
+        redrives_since_commit = 0, lost_deliveries = 0, consecutive_failures = 0, mirror_attempts = 0,
+        verdict = NULL, parked_at = NULL, error_class = NULL, error_code = NULL, error_type = NULL,
+        error_message = NULL, result = NULL, progress = 0, finished_at = NULL, domain_mirrored_at = NULL,
+        cancel_requested_at = NULL, cancelled_by_id = NULL
+    WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.lease_epoch = :epoch
+        AND (c.status IN ('failed', 'cancelled') OR ({over})) AND {authentic} AND {countable} {skip_locked})
+    RETURNING {columns}""")
+_LOCK_ROW = _statement("SELECT id FROM {job} WHERE id = :id {lock}")
+# The real table: a temporary one of its name would be found first. On PostgreSQL the row tells its own table,
+# on SQLite the schema is named.
+_IMAGE = _statement(
+    """
+    SELECT {columns}, lease_expires_at > {now}, {requested}, current_database(),
+        (SELECT t.relpersistence = 't' FROM pg_class t WHERE t.oid = {job}.tableoid)
+    FROM {job} WHERE id = :id""",
+    """
+    SELECT {columns}, lease_expires_at > {now}, {requested},
+        (SELECT file FROM pragma_database_list WHERE name = 'main'), 0
+    FROM main.{job} AS {job} WHERE id = :id""",
+)
+_DATABASE = _statement(
+    "SELECT current_database()", "SELECT file FROM pragma_database_list WHERE name = 'main'"
+)
+
+_TRY_LOCK = _statement("SELECT pg_try_advisory_xact_lock(hashtextextended(:lock_name, 0))", "SELECT 1")
+_WAIT_LOCK = _statement("SELECT pg_advisory_xact_lock(hashtextextended(:lock_name, 0))", "SELECT 1")
+_COUNT_OF_KIND = _statement(
+    """SELECT count(*) FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL AND {in_scope}
+        AND kind = ANY(:names) AND id <> :except_id""",
+    """SELECT count(*) FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL AND {in_scope}
+        AND kind IN (SELECT value FROM json_each(:names)) AND id <> :except_id""",
+)
+_COUNT_BY_HAND = _statement("""
+    SELECT count(*) FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL AND {in_scope}
+        AND (queue_name = :manual OR lease_owner LIKE 'manager:%%') AND id <> :except_id""")
+
+_DUE_SCOPES = _statement("""
+    SELECT DISTINCT tenant_id, organization_id FROM (
+        SELECT c.tenant_id, c.organization_id FROM {job} c
+        WHERE c.queue_name = :queue AND c.kind = :kind AND c.priority = :priority
+            AND c.next_run_at IS NOT NULL AND c.next_run_at <= {index_now} AND {fit}
+            AND NOT ({scope_key} = ANY(:full)) ORDER BY c.next_run_at LIMIT 500) s""",
+    """
+    SELECT DISTINCT tenant_id, organization_id FROM (
+        SELECT c.tenant_id, c.organization_id FROM {job} c INDEXED BY durable_jobs_ready
+        WHERE c.queue_name = :queue AND c.kind = :kind AND c.priority = :priority
+            AND c.next_run_at IS NOT NULL AND c.next_run_at <= {index_now} AND {fit}
+            AND {scope_key} NOT IN (SELECT value FROM json_each(:full)) ORDER BY c.next_run_at LIMIT 500) s""",
+)  # fmt: skip
+_CLAIM_LIMITED = _statement(
+    """
+    WITH due AS MATERIALIZED (
+        SELECT c.id AS due_id FROM {job} c
+        WHERE c.queue_name = :queue AND c.kind = :kind AND c.priority = :priority AND c.tenant_id = :tenant
+            AND coalesce(c.organization_id, '') = coalesce(:organization, '')
+            AND c.next_run_at IS NOT NULL AND c.next_run_at <= {index_now} AND {fit}
+        ORDER BY c.next_run_at LIMIT :batch {skip_locked})
+    UPDATE {job} SET {take}, lease_expires_at = {after :ttl}
+    FROM due WHERE {job}.id = due.due_id RETURNING {columns}""",
+    """
+    UPDATE {job} SET {take}, lease_expires_at = {after :ttl}
+    WHERE id IN (
+        SELECT c.id FROM {job} c INDEXED BY durable_jobs_ready
+        WHERE c.queue_name = :queue AND c.kind = :kind AND c.priority = :priority AND c.tenant_id = :tenant
+            AND coalesce(c.organization_id, '') = coalesce(:organization, '')
+            AND c.next_run_at IS NOT NULL AND c.next_run_at <= {index_now} AND {fit}
+        ORDER BY c.next_run_at LIMIT :batch)
+    RETURNING {columns}""",
+)
+
+
+def _sizes(vendor: str) -> str:
+    """The bytes of every text column of a row."""
+    measured = []
+    for column in Job._meta.concrete_fields:
+        if column.get_internal_type() in ("CharField", "TextField", "JSONField"):
+            text = f"coalesce(c.{column.column}{'::text' if vendor == 'postgresql' else ''}, '')"
+            measured.append(
+                f"octet_length({text})" if vendor == "postgresql" else f"length(CAST({text} AS BLOB))"
+            )
+    return " + ".join(measured)
+
+
+def _page_snippets(vendor: str) -> Mapping[str, str]:
+    return {**_snippets(vendor), "bytes": _sizes(vendor)}
+
+
+# The first look gives sizes, and withholds the id of what is too big, so that no caller can load it.
+_CANDIDATES = Statement(
+    """
+    SELECT CASE WHEN sized.size <= :cap THEN sized.id END, sized.size, sized.created_at FROM (
+        SELECT c.id, ({bytes}) AS size, c.created_at FROM {job} c
+        WHERE c.tenant_id = :tenant AND coalesce(c.organization_id, '') = coalesce(:organization, '')
+            AND c.kind = :kind AND (:any OR c.status = :status)
+            AND (c.created_at, c.id) > (:created, :after_id)
+        ORDER BY c.created_at, c.id LIMIT :batch) sized
+    ORDER BY sized.created_at, sized.id""",
+    types=_Types(_TYPES),
+    snippets=_page_snippets,
+)
+_CHOSEN = _statement(
+    """SELECT {columns} FROM {job} WHERE id = ANY(:ids) AND {in_scope} AND kind = :kind
+        ORDER BY created_at, id""",
+    """SELECT {columns} FROM {job} WHERE id IN (SELECT value FROM json_each(:ids)) AND {in_scope}
+        AND kind = :kind ORDER BY created_at, id""",
+)
 
 _ADD_EVENT = _statement("""
     INSERT INTO durable_jobs_event (job_id, created_at, event, kind, tenant_id, organization_id, epoch, seq,
@@ -706,7 +886,6 @@ _LEASED = _statement("""
     SELECT count(*) FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL
         AND lease_expires_at >= {now} AND (:queue = '' OR queue_name = :queue) AND (:kind = '' OR kind = :kind)
         AND (:tenant = '' OR tenant_id = :tenant)""")
-_NOW = _statement("SELECT {now}")
 
 # What ended is never read: a sorted look at the ready index, after the running rows.
 _UNFINISHED = _statement(
@@ -1021,10 +1200,11 @@ def fail_slice(
         return _one(connection, rows)
 
 
-def release_lease(lease: Lease, delay: float) -> Job | None:
-    """running → running without owner, due in `delay` seconds. Counts nothing."""
+def release_lease(lease: Lease, delay: float, *, cut_off: bool = False) -> Job | None:
+    """running → running without owner, due in `delay` seconds. Counts nothing; `cut_off` counts an orphaning."""
     with database.statement(database.alias(), what="release") as connection:
-        return _one(connection, _RELEASE_LEASE.run(connection, **_named(lease), delay=delay))
+        rows = _RELEASE_LEASE.run(connection, **_named(lease), delay=delay, cut_off=int(cut_off))
+        return _one(connection, rows)
 
 
 # --- terminal: called inside the one transaction of lifecycle -------------------------------------------
@@ -1095,6 +1275,7 @@ def fold_cancel(job_id: UUID) -> Job | None:
 # --- repair ---------------------------------------------------------------------------------------------
 
 _FIRST = UUID(int=0)
+_LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def orphans(
@@ -1235,6 +1416,256 @@ def set_delivery(job_id: UUID, seq: int, redrives: int, queue_job_id: str) -> bo
         )
 
 
+# --- work that is owned by hand: an unexpired lease, or nothing ------------------------------------------
+
+
+class Image(NamedTuple):
+    """A row as it is for this transaction, with what decides who may write it."""
+
+    job: Job
+    row: tuple[Any, ...]
+    """The columns as the driver gives them: equal exactly when nothing changed."""
+    current: bool
+    """The lease has not run out."""
+    requested: bool
+    """A cancel was requested, on the row or in the mailbox."""
+    database: str
+    """Which database it was read from, by its own word."""
+    temporary: bool
+    """Read from a temporary table that hides the real one."""
+
+
+def insert_running(new: NewJob, owner: str, ttl: float) -> Job | None:
+    """→ running, epoch 1, owned from the start. None when the idempotency key is taken.
+
+    Inside a transaction of the caller's. It may wait there for a rival that holds the same key.
+    """
+    connection = database.connection()
+    values = {name: value for name, value in asdict(new).items() if name != "created_by"}
+    if not _INSERT_RUNNING.run(connection, **values, owner=owner, ttl=ttl):
+        return None
+    # A statement that waited has set its lease before the wait.
+    return _one(connection, _EXTEND.run(connection, id=new.id, owner=owner, epoch=1, ttl=ttl))
+
+
+def release_held(job_id: UUID, *, scope: Scope | None) -> Job | Answer | None:
+    """held → pending, due now, if its input is the one it was made with.
+
+    BUSY when another live job holds the lock key. None: not held, or locked, or changed, or of the queue that
+    no worker serves.
+    """
+    return _taking(_RELEASE_HELD, id=job_id, **_in(scope), manual=MANUAL_QUEUE)
+
+
+def claim_held(job_id: UUID, *, scope: Scope, owner: str, ttl: float) -> Job | Answer | None:
+    """held, or running without verdict and with a lease that ran out → running, epoch + 1, attempts + 1.
+
+    Only if its input is the one it was made with.
+    Keeps checkpoint, progress and a cancel request. BUSY when another live job holds the lock key. None: not
+    so, or locked, or of another scope.
+    """
+    return _taking(_CLAIM_HELD, id=job_id, **_in(scope), owner=owner, ttl=ttl)
+
+
+def retry_claim(job_id: UUID, epoch: int, owner: str, ttl: float) -> Job | Answer | None:
+    """failed, cancelled, or running with a lease that ran out → running, epoch + 1, attempts + 1.
+
+    Clears the outcome, the cancel request and the limits used; keeps checkpoint and input. The caller has
+    locked the row and read this epoch. BUSY when another live job holds the lock key.
+    """
+    answer = _taking(_RETRY_CLAIM, id=job_id, epoch=epoch, owner=owner, ttl=ttl)
+    return _emptied(database.connection(), answer) if isinstance(answer, Job) else answer
+
+
+def _taking(statement: Statement, **values: Any) -> Job | Answer | None:
+    """A transition that makes a job live: the index on lock keys has the last word, in a savepoint."""
+    connection = database.connection()
+    try:
+        with OwnAtomic(connection.alias, savepoint=True, durable=False):
+            return _one(connection, statement.run(connection, **values))
+    except IntegrityError as error:
+        if "durable_jobs_one_live" not in str(error):
+            raise
+        return BUSY
+
+
+def lock_row(job_id: UUID) -> bool:
+    """Wait for the row and lock it for the open transaction (on SQLite that has the whole file)."""
+    return bool(_LOCK_ROW.run(database.connection(), id=job_id))
+
+
+def image(job_id: UUID, using: str | None = None) -> Image | None:
+    """The row as the open transaction sees it; locks and writes nothing. One query."""
+    connection = database.connection(using)
+    rows = _IMAGE.run(connection, id=job_id)
+    if not rows:
+        return None
+    width = len(Job._meta.concrete_fields)
+    current, requested, name, temporary = rows[0][width:]
+    job = _jobs(connection, rows)[0]
+    return Image(
+        job, tuple(rows[0][:width]), bool(current), requested is not None, str(name), bool(temporary)
+    )
+
+
+def database_name(using: str | None = None) -> str:
+    """What the database calls itself; on SQLite the path of its file."""
+    return str(_DATABASE.run(database.connection(using))[0][0])
+
+
+def renew(lease: Lease) -> Job | None:
+    """running → running: a new expiry for a lease that has not run out; takes a mailed cancel request over."""
+    with database.statement(database.alias(), what="heartbeat", urgent=True) as connection:
+        return _one(connection, _RENEW.run(connection, **_named(lease), ttl=lease.ttl))
+
+
+def set_percent(lease: Lease, percent: float) -> bool:
+    """running → running: progress in percent, under a lease that has not run out; renews nothing."""
+    with database.statement(database.alias(), what="update_progress") as connection:
+        return bool(_SET_PERCENT.run(connection, **_named(lease), percent=percent))
+
+
+def keep_checkpoint(lease: Lease, checkpoint: str) -> bool:
+    """running → running: the checkpoint, under a lease that has not run out; renews nothing."""
+    with database.statement(database.alias(), what="checkpoint") as connection:
+        return bool(_KEEP_CHECKPOINT.run(connection, **_named(lease), checkpoint=checkpoint))
+
+
+def complete_owned(lease: Lease, result: str | None, *, late: bool) -> Job | None:
+    """running → completed, under a lease that has not run out; without `late` only if no cancel was requested."""
+    connection = database.connection()
+    rows = _COMPLETE_OWNED.run(connection, **_named(lease), result=result, late=late, mirrored=True)
+    return _one(connection, rows)
+
+
+def fail_owned(lease: Lease, facts: ErrorFacts, result: str | None = None) -> Job | None:
+    """running → failed, under a lease that has not run out; `result` is the receipt of the outcome."""
+    connection = database.connection()
+    rows = _FAIL_OWNED.run(connection, **_named(lease), **_error(facts), result=result, mirrored=True)
+    return _one(connection, rows)
+
+
+def cancel_owned(
+    lease: Lease, *, stopped: bool = False, message: str | None = None, result: str | None = None
+) -> Job | None:
+    """running → cancelled, under a lease that has not run out, if a cancel was requested (or `stopped`)."""
+    connection = database.connection()
+    rows = _CANCEL_OWNED.run(
+        connection, **_named(lease), stopped=stopped, error_message=message, result=result, mirrored=True
+    )
+    return _emptied(connection, _one(connection, rows))
+
+
+# --- capacity: one lock for one count, in a transaction of READ COMMITTED ---------------------------------
+
+
+def try_lock(name: str) -> bool:
+    """Take the lock of this name for the open transaction, or say that somebody has it (SQLite: always ours)."""
+    return bool(_TRY_LOCK.run(database.connection(), lock_name=name)[0][0])
+
+
+def wait_lock(name: str) -> None:
+    """Wait for the lock of this name, before any row is locked."""
+    _WAIT_LOCK.run(database.connection(), lock_name=name)
+
+
+def running_of_kind(names: Sequence[str], scope: Scope, *, except_id: UUID | None = None) -> int:
+    """Running jobs with an owner of a kind, by all its names, in one scope; dead leases count."""
+    rows = _COUNT_OF_KIND.run(
+        database.connection(), names=list(names), except_id=except_id or _FIRST, **_in(scope)
+    )
+    return int(rows[0][0])
+
+
+def running_by_hand(scope: Scope, *, except_id: UUID | None = None) -> int:
+    """Running jobs with an owner that belong to managers of the scope; dead leases count."""
+    rows = _COUNT_BY_HAND.run(
+        database.connection(), manual=MANUAL_QUEUE, except_id=except_id or _FIRST, **_in(scope)
+    )
+    return int(rows[0][0])
+
+
+def due_scopes(probe: Probe, full: Collection[Scope], *, suspects: bool = True) -> list[Scope]:
+    """Scopes with due jobs at this place, the longest due first among 500, without those that are full."""
+    rows = _DUE_SCOPES.run(
+        database.connection(), queue=probe.queue, kind=probe.kind, priority=probe.priority,
+        suspects=suspects, full=[_scope_key(scope) for scope in full],
+    )  # fmt: skip
+    return [Scope(*row) for row in rows]
+
+
+def claim_limited(
+    owner: str,
+    limit: int,
+    probe: Probe,
+    scope: Scope,
+    names: Sequence[str],
+    most: int,
+    *,
+    suspects: bool = True,
+) -> tuple[list[Job], int] | None:
+    """Due jobs of one limited kind and scope → running, so that no more than `most` run with an owner.
+
+    Answers the jobs and how many more may run; None when somebody else is counting just now. A transaction
+    of its own: the count must see what the last holder of the lock has committed.
+    """
+    with database.transaction(database.alias(), what="claim_limited") as connection:
+        if not try_lock(capacity_lock(names[0], scope)):
+            return None
+        room = most - running_of_kind(names, scope)
+        if room < 1:
+            return [], 0
+        rows = _CLAIM_LIMITED.run(
+            connection, owner=owner, queue=probe.queue, kind=probe.kind, priority=probe.priority,
+            ttl=float(probe.ttl), tenant=scope.tenant, organization=scope.organization,
+            batch=min(limit, room), suspects=suspects,
+        )  # fmt: skip
+        jobs = _jobs(connection, rows)
+    return jobs, room - len(jobs)
+
+
+def capacity_lock(kind: str, scope: Scope) -> str:
+    """The name of the lock under which running jobs of a kind and scope are counted."""
+    return json.dumps(["durable_jobs", kind, scope.tenant, scope.organization])
+
+
+def _scope_key(scope: Scope) -> str:
+    return f"{len(scope.tenant)}:{scope.tenant}:{scope.organization or ''}"
+
+
+# --- candidates -----------------------------------------------------------------------------------------
+
+
+class Sized(NamedTuple):
+    """A row that a page may take: its id is withheld when it is bigger than was allowed."""
+
+    id: UUID | None
+    size: int
+    created_at: datetime
+
+
+def candidate_sizes(
+    scope: Scope, kind: str, *, status: str | None, after: tuple[datetime, UUID] | None, limit: int, cap: int
+) -> list[Sized]:
+    """The next `limit` rows of a kind and scope by (created_at, id): sizes in bytes, no contents."""
+    connection = database.connection()
+    created, after_id = after or (_LONG_AGO, _FIRST)
+    rows = _CANDIDATES.run(
+        connection, tenant=scope.tenant, organization=scope.organization, kind=kind, any=status is None,
+        status=status or "", created=created, after_id=after_id, batch=limit, cap=cap,
+    )  # fmt: skip
+    return [
+        Sized(None if row_id is None else _uuid(row_id), int(size), _moment(connection, created_at))
+        for row_id, size, created_at in rows
+    ]
+
+
+def candidates(scope: Scope, kind: str, ids: Sequence[UUID]) -> list[Job]:
+    """These rows of a kind and scope, whole, by (created_at, id)."""
+    connection = database.connection()
+    return _jobs(connection, _CHOSEN.run(connection, ids=list(ids), kind=kind, **_in(scope)))
+
+
 # --- history, workers -----------------------------------------------------------------------------------
 
 
@@ -1360,8 +1791,7 @@ def leased(*, queue: str = "", kind: str = "", tenant: str = "") -> int:
 
 def now() -> datetime:
     """The database's clock, which judges leases and schedules."""
-    connection = database.connection()
-    return _moment(connection, _NOW.run(connection)[0][0])
+    return database.clock()
 
 
 # --- parameters -----------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "django.contrib.humanize",
     "rest_framework",
+    "django_filters",
+    "drf_spectacular",
     "durable_jobs",
     "project.demo",
 ]
@@ -66,6 +68,15 @@ TIME_ZONE = "UTC"
 USE_I18N = True
 USE_TZ = True
 
+LOGIN_URL = "login"
+LOGIN_REDIRECT_URL = "imports"
+
+REST_FRAMEWORK = {
+    "DEFAULT_AUTHENTICATION_CLASSES": ["rest_framework.authentication.SessionAuthentication"],
+    "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
+}
+SPECTACULAR_SETTINGS = {"TITLE": "durable_jobs demo", "VERSION": "1", "SERVE_INCLUDE_SCHEMA": False}
+
 STATIC_URL = "static/"
 MEDIA_URL = "media/"
 MEDIA_ROOT = env.path("MEDIA_ROOT", default=str(BASE_DIR / "media"))
@@ -82,6 +93,7 @@ DURABLE_JOBS = {
     "GRACE": env.float("DURABLE_JOBS_GRACE", default=20.0),
     "TICK": env.float("DURABLE_JOBS_TICK", default=15.0),
     "RELEASE": env.str("RELEASE", default=""),
+    "SCOPE_FROM_REQUEST": "project.demo.scopes.scope_of_request",
 }
 
 # The demo's imports: how long a lease lasts, how many rows a batch has, and how long each batch waits for its

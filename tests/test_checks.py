@@ -137,7 +137,7 @@ class TestRegistration:
 
     def test_what_asks_the_database_has_djangos_tag(self):
         tagged = [check for check in every_check.get_checks() if checks.TAG in check.tags]
-        assert len(tagged) == 7
+        assert len(tagged) == 8
         assert [check for check in tagged if Tags.database in check.tags] == [checks.check_running_database]
 
     @pytest.mark.parametrize("databases", [None, [], ["another"]])
@@ -461,6 +461,27 @@ class TestIsolation:
                 cursor.execute("RESET default_transaction_isolation")
         assert warning.id == "durable_jobs.W003"
         assert "repeatable read" in warning.msg
+
+
+class TestScopes:
+    @pytest.mark.parametrize("name", ["SCOPE_FROM_REQUEST", "ADMIN_SCOPES"])
+    @pytest.mark.parametrize(
+        ("path", "problem"),
+        [
+            ("gone.scope", "cannot be imported"),
+            ("tests.models.gone", "cannot be imported"),
+            ("tests.test_checks.SQLITE", "cannot be called"),
+        ],
+    )
+    def test_e012_a_function_that_is_not_there(self, name, path, problem):
+        with override_settings(DURABLE_JOBS={name: path}):
+            [error] = told("durable_jobs.E012")
+        assert f"DURABLE_JOBS['{name}'] is '{path}', which {problem}" in error.msg
+
+    @pytest.mark.parametrize("function", [None, len, "durable_jobs.access.scope_of"])
+    def test_a_function_that_is_there(self, function):
+        with override_settings(DURABLE_JOBS={"SCOPE_FROM_REQUEST": function}):
+            assert told("durable_jobs.E012") == []
 
 
 class TestPage:

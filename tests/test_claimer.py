@@ -66,6 +66,7 @@ def test_never_more_than_asked_for_are_claimed() -> None:
 
 
 def test_unknown_kinds_other_queues_and_the_reserved_queue_are_left_alone() -> None:
+    """B160, B162."""
     unknown, elsewhere, manual, ours = start(), start(queue="elsewhere"), start(), start(priority=-9)
     write("UPDATE durable_jobs_job SET kind = 'unknown' WHERE id = %s", key(unknown))
     write("UPDATE durable_jobs_job SET queue_name = 'manual' WHERE id = %s", key(manual))
@@ -107,6 +108,7 @@ def test_with_suspects_excluded_only_what_was_not_orphaned_is_claimed() -> None:
 
 
 def test_what_is_due_later_is_known_and_claimed_when_its_time_has_come(settings: Any) -> None:
+    """B164."""
     settings.DURABLE_JOBS = {"POLL": 30}
     later = start(run_after=timedelta(seconds=0.6))
     claimer = Claimer(OWNER)
@@ -149,7 +151,7 @@ def test_another_connections_commit_ends_the_wait(second_connection: OtherConnec
 
 
 def test_what_this_process_itself_has_written_is_expected(settings: Any) -> None:
-    """On SQLite a connection does not see its own commits as changes."""
+    """B163: On SQLite a connection does not see its own commits as changes."""
     settings.DURABLE_JOBS = {"POLL": 30, "LISTEN": False}
     claimer = Claimer(OWNER)
     first = start()
@@ -264,6 +266,7 @@ def transport() -> Iterator[DatabaseTransport]:
 def test_a_start_is_heard_when_it_commits_and_a_rolled_back_one_never(
     heard: Heard, transport: DatabaseTransport
 ) -> None:
+    """B30, B31, B158."""
     job = start()
     time.sleep(0.2)
     heard.pairs.clear()

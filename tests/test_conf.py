@@ -16,7 +16,7 @@ def given(**values):
 
 
 RIGHT = {
-    "TRANSPORT": ["database", "celery", "memory"],
+    "TRANSPORT": ["database"],
     "DEFAULT_TENANT": ["acme", "x" * 64, "größe"],
     "GRACE": [0.2, 1, 3600],
     "TICK": [0, 0.1, 3600],
@@ -36,6 +36,9 @@ RIGHT = {
     "RELEASE": ["", "2026-03-01", "x" * 100],
     "DISCOVER": [["jobs"], ("jobs", "background.kinds"), []],
     "DEFAULT_QUEUE": ["default", "bulk"],
+    "SCOPE_FROM_REQUEST": [None, "shop.tenants.scope", len],
+    "ADMIN_SCOPES": [None, "shop.tenants.scopes", len],
+    "SCOPE_LABELS": [None, "shop.tenants.labels", len],
 }
 NO_NUMBERS = [
     True,
@@ -53,7 +56,7 @@ NO_NUMBERS = [
 ]
 NO_TEXTS = [None, 1, True, b"x", "", "  ", "a\0b"]
 WRONG = {
-    "TRANSPORT": [*NO_TEXTS, "Database", "redis", ["database"]],
+    "TRANSPORT": [*NO_TEXTS, "Database", "redis", "celery", "memory", ["database"]],
     "DEFAULT_TENANT": [*NO_TEXTS, "x" * 65],
     "GRACE": [*NO_NUMBERS, 0, 0.1, 3601],
     "TICK": [*NO_NUMBERS, -0.1, 3601],
@@ -73,6 +76,9 @@ WRONG = {
     "RELEASE": [None, 1, b"x", "x" * 101, "a\0b"],
     "DISCOVER": ["jobs", None, 5, [""], ["my-jobs"], [None], {"jobs"}, ["jobs."]],
     "DEFAULT_QUEUE": [*NO_TEXTS, "x" * 101, "manual", "a,b", "größe", "a\n"],
+    "SCOPE_FROM_REQUEST": [1, True, "", "scope", "shop..scope", "shop.scope()", ["shop.scope"]],
+    "ADMIN_SCOPES": [1, True, "", "scopes", "shop..scopes", "shop.scopes()", ["shop.scopes"]],
+    "SCOPE_LABELS": [1, True, "", "labels", "shop..labels", "shop.labels()", ["shop.labels"]],
 }
 
 

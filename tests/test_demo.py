@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from django.contrib.auth.models import User
+from django.contrib.auth.models import Group, User
 from django.core.files.base import ContentFile
 from django.test import Client
 from django.urls import reverse
 
 from durable_jobs import service
 from durable_jobs.exceptions import LockKeyHeld
-from durable_jobs.models import Job, JobEvent
+from durable_jobs.models import Job, JobEvent, Scope
 from durable_jobs.reconciler import Reconciler
 from durable_jobs.testing import interrupt_after, kill_after, run, run_slice
 from project import settings as project_settings
@@ -404,3 +405,67 @@ def test_the_home_page_shows_how_far_each_import_is(site: Client, small_batches:
     assert "The table holds 13 airports." in page
     assert '<progress max="35" value="10"' in page
     assert "3 / 4, 1 skipped" in page
+
+
+# --- an ordinary user ---
+
+
+@pytest.fixture
+def visitor(settings: Any, client: Client) -> Client:
+    settings.ROOT_URLCONF = "project.urls"
+    settings.DURABLE_JOBS = {"SCOPE_FROM_REQUEST": "project.demo.scopes.scope_of_request"}
+    settings.LOGIN_URL = "login"
+    settings.TEMPLATES = project_settings.TEMPLATES
+    visitor = User.objects.create_user("visitor")
+    visitor.groups.add(Group.objects.create(name="Visitors"))
+    client.force_login(visitor)
+    return client
+
+
+def follow_page(client: Client, page: Any) -> dict[str, Any]:
+    """What the page's script would get."""
+    (address,) = re.findall(r'const address = "([^"]+)"', page.content.decode())
+    answer: dict[str, Any] = client.get(address).json()
+    return answer
+
+
+def test_an_ordinary_user_follows_an_import_live(visitor: Client, small_batches: None) -> None:
+    assert "There is no import yet." in visitor.get("/imports/").content.decode()
+    page = visitor.post("/imports/", follow=True)
+    assert page.redirect_chain == [(reverse("follow", args=[ImportRun.objects.get().pk]), 302)]
+    job = Job.objects.get()
+    assert job.scope == Scope(organization="Visitors")
+    assert follow_page(visitor, page)["public_message"] == "Waiting to start."
+    with interrupt_after(2):
+        run_slice(job)
+    told = follow_page(visitor, page)
+    assert (told["processed"], told["finished"]) == (20, False)
+    assert told["total"] > 28_000
+    service.cancel(job.pk, scope=job.scope)
+    assert follow_page(visitor, page)["phase"] == "cancelled"
+    assert "cancelled" in visitor.get("/imports/").content.decode()
+
+
+def test_an_ordinary_user_sees_nothing_of_others(visitor: Client) -> None:
+    other = User.objects.create_user("other")
+    theirs = ImportRun.objects.create(source=Source.AIRPORTS, created_by=other)
+    job = start_import(theirs)
+    assert visitor.get(f"/imports/{theirs.pk}/").status_code == 404
+    assert visitor.get(f"/api/jobs/{job.pk}/status/").status_code == 404
+    assert visitor.get("/api/jobs/").status_code == 403
+    assert str(theirs) not in visitor.get("/imports/").content.decode()
+
+
+def test_a_second_import_of_a_scope_is_not_started(visitor: Client) -> None:
+    visitor.post("/imports/")
+    page = visitor.post("/imports/", follow=True)
+    assert "Another import is not finished yet" in page.content.decode()
+    assert ImportRun.objects.count() == Job.objects.count() == 1
+
+
+def test_strangers_are_asked_to_sign_in(visitor: Client) -> None:
+    visitor.logout()
+    assert visitor.get("/imports/")["Location"] == "/login/?next=/imports/"
+    assert "password" in visitor.get("/login/").content.decode()
+    assert visitor.get("/api/jobs/").status_code == 401
+    assert visitor.get("/api/schema/").status_code == 200

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from durable_jobs import exceptions
 from durable_jobs.exceptions import (
     LONGEST_DELAY,
+    Aborted,
     Busy,
     DeadlineExceeded,
     DirectWrite,
@@ -32,6 +33,7 @@ from durable_jobs.exceptions import (
     NoFurtherAttempts,
     NotCancellable,
     NotFound,
+    NotHeld,
     NotReclaimable,
     NotRedrivable,
     NotSettleable,
@@ -69,12 +71,14 @@ REFUSALS = {
     "unrecoverable_requires_force": ForceRequired(JOB),
     "restart_not_allowed": RestartNotAllowed(JOB, "catalog.reindex"),
     "not_cancellable": NotCancellable(JOB, "completed"),
+    "not_held": NotHeld(JOB, "running"),
     "not_settleable": NotSettleable(JOB, "completed", 0),
     "busy": Busy(JOB),
     "not_found": NotFound(JOB),
     "direct_write": DirectWrite("Job"),
 }
 OTHERS = [
+    Aborted("The cancel was seen."),
     InvalidKind("catalog.reindex", "lease_seconds is 0", "Set 0.3 or more."),
     TransientError("later", code="rate_limited"),
     TerminalError("no"),

@@ -168,7 +168,7 @@ WORKERS = [worker()]
 REASONS: list[tuple[Job, dict[str, Any], list[str], str, str]] = [
     # row, what was read with it, codes, a part of the first sentence, a part of its way out
     (pending(), {"workers": WORKERS}, ["waiting"], "Due for 10 s; waits for a free worker of the queue imports.", ""),
-    (pending(), {}, ["no_worker"], "No live worker serves the queue imports. No worker has ever been seen.",
+    (pending(), {}, ["no_worker"], "No live worker serves the queue imports. No worker is signed on.",
      "manage.py runworker --queues imports"),
     (pending(), {"workers": [worker(["exports"])], "last_worker": worker(seen=-720)}, ["no_worker"],
      "The last worker of any queue was seen 12 min ago on web3.", "runworker"),
@@ -419,3 +419,49 @@ def codes_of(row: Job) -> list[str]:
 
 def test_a_reason_can_be_sent_as_json() -> None:
     assert json.loads(json.dumps(vars(Reason("a", "B.")))) == {"code": "a", "sentence": "B.", "way_out": ""}
+
+
+# --- how fast it goes, and what may be told ---
+
+
+@pytest.mark.parametrize(
+    ("columns", "rate", "left"),
+    [
+        (
+            {"claimed_at": at(-100), "processed_count": 300, "processed_at_claim": 100, "total_count": 700},
+            2.0,
+            200,
+        ),
+        ({"claimed_at": at(-100), "processed_count": 300, "processed_at_claim": 100}, 2.0, None),
+        (
+            {"claimed_at": at(-100), "processed_count": 900, "processed_at_claim": 0, "total_count": 700},
+            9.0,
+            0,
+        ),
+        ({"claimed_at": at(-9), "processed_count": 300, "total_count": 700}, None, None),
+        (
+            {"claimed_at": at(-100), "processed_count": 5, "processed_at_claim": 5, "total_count": 700},
+            None,
+            None,
+        ),
+        ({"claimed_at": None, "processed_count": 5, "total_count": 700}, None, None),
+    ],
+)
+def test_the_pace_is_that_of_the_present_slice(
+    columns: dict[str, Any], rate: float | None, left: int | None
+) -> None:
+    """F23: what earlier slices did, and how long they waited, says nothing about this one."""
+    told = explain.pace(running(**columns), NOW)
+    assert (told.rate, told.eta_seconds) == (rate, left)
+
+
+def test_what_does_not_run_has_no_pace() -> None:
+    waiting = Job(status="pending", processed_count=10, total_count=20, claimed_at=at(-100), next_run_at=NOW)
+    assert explain.pace(waiting, NOW) == explain.Pace()
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_every_phase_has_words_for_the_user(phase: Phase) -> None:
+    job = Job(error_message="secret", error_type="Secret", progress_message="Page 3")
+    told = explain.public_message(job, phase)
+    assert told == "Page 3" if phase is Phase.RUNNING else "secret" not in told and told.endswith(".")

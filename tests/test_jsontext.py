@@ -400,3 +400,10 @@ class TestVerify:
     def test_anything_else_is_refused(self, text, problem):
         with pytest.raises(InvalidInput, match=problem):
             jsontext.verify(text, field="input", limit=MIB)
+
+
+@pytest.mark.parametrize("text", ["NaN", "sNaN", "Infinity", "-Infinity"])
+def test_a_decimal_that_is_no_number_is_refused(text):
+    with pytest.raises(InvalidInput) as refused:
+        jsontext.encode({"price": [decimal.Decimal(text)]}, field="input", limit=100)
+    assert refused.value.field == "input.price[0]"

@@ -80,6 +80,7 @@ def samples(hold: Hold, seconds: float) -> list[bool]:
 
 
 def test_a_lease_is_renewed_before_a_third_of_it_has_passed(keeper: Keeper) -> None:
+    """B54."""
     hold = claimed(ttl=0.9)
     keeper.hold(hold)
     beats = {row(hold).heartbeat_at}
@@ -118,6 +119,7 @@ def test_all_leases_are_renewed_by_one_statement(keeper: Keeper, monkeypatch: py
 
 
 def test_a_lease_that_was_taken_is_lost_and_stops_its_slice_once(keeper: Keeper) -> None:
+    """B55."""
     hold = claimed()
     keeper.hold(hold)
     steal(hold)

@@ -198,7 +198,7 @@ class TestRefusals:
             ({"max_orphanings": True}, "out of range"),
             ({"max_lost_deliveries": None}, "out of range"),
             ({"pending_ttl_seconds": 0}, "out of range"),
-            ({"max_running": 3}, "not available yet"),
+            ({"max_running": 0}, "out of range"),
             ({"retry": None}, "is not a Retry"),
             ({"retry": Retry(failures=0)}, "retry.failures = 0 is out of range"),
             ({"retry": Retry(failures=1001)}, "retry.failures"),
@@ -217,6 +217,8 @@ class TestRefusals:
             ({"required_permissions": "auth.add_user"}, "is not a tuple of texts"),
             ({"required_permissions": ("add_user",)}, "is not a permission"),
             ({"input_form": forms.Form()}, "is not a form class"),
+            ({"input_serializer": forms.Form()}, "is neither a class nor a dotted path"),
+            ({"input_serializer": "Input"}, "is neither a class nor a dotted path"),
             ({"mirror": "tests.Shipment"}, "is not a StatusMirror"),
         ],
     )

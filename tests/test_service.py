@@ -276,31 +276,32 @@ BAD: list[tuple[str, str, Any]] = [
 class TestTheDoor:
     """Bad input is refused where it enters, with field, value and way out, and nothing is stored."""
 
-    @pytest.mark.parametrize("many", [False, True], ids=["start", "start_many"])
+    def check(self, error: Any, field: str) -> None:
+        assert isinstance(error, InvalidInput) and isinstance(error, ValueError)
+        assert error.field == field or error.field.startswith(f"{field}[0]")
+        assert error.way_out and error.way_out in str(error)
+        assert len(str(error)) < 1000 and "\x00" not in str(error)
+
     @pytest.mark.parametrize(
         ("option", "field", "value"),
         BAD,
         ids=[f"{option}{number}" for number, (option, *_) in enumerate(BAD)],
     )
-    def test_bad_input_is_refused_where_it_enters(
-        self, option: str, field: str, value: Any, many: bool
-    ) -> None:
-        if many:
-            good, answer, after = start_many(
-                [{"kind": KIND, "input": 1}, {"kind": KIND, option: value}, {"kind": KIND, "input": 2}]
-            )
-            assert isinstance(good, tuple) and isinstance(after, tuple)
-            assert isinstance(answer, InvalidInput)
-            assert [job.input for job in Job.objects.order_by("id")] == [1, 2]
-            error = answer
-        else:
-            arguments = {option: value}
-            error = refused("E_JOB_INPUT_INVALID", service.start, KIND, **arguments)
-            assert Job.objects.count() == 0
-        assert isinstance(error, InvalidInput) and isinstance(error, ValueError)
-        assert error.field == field or error.field.startswith(f"{field}[0]")
-        assert error.way_out and error.way_out in str(error)
-        assert len(str(error)) < 1000 and "\x00" not in str(error)
+    def test_bad_input_is_refused_where_it_enters(self, option: str, field: str, value: Any) -> None:
+        with pytest.raises(InvalidInput) as caught:
+            service.start(KIND, **{option: value})
+        self.check(caught.value, field)
+        assert Job.objects.count() == 0
+
+    def test_bad_rows_are_refused_one_by_one_and_the_others_start(self) -> None:
+        rows: list[dict[str, Any]] = []
+        for number, (option, _, value) in enumerate(BAD):
+            rows += [{"kind": KIND, "input": number}, {"kind": KIND, option: value}]
+        answers = start_many(rows)
+        assert [answer.job.input for answer in answers[::2]] == list(range(len(BAD)))  # type: ignore[union-attr]
+        for answer, (_, field, _) in zip(answers[1::2], BAD, strict=True):
+            self.check(answer, field)
+        assert Job.objects.count() == len(BAD)
 
     def test_an_unsaved_user_is_refused(self) -> None:
         refused("E_JOB_INPUT_INVALID", service.start, KIND, created_by=unsaved_user())

@@ -242,6 +242,7 @@ def test_a_slice_thread_whose_runner_breaks_goes_on_and_the_job_is_left_to_the_r
 
 
 def test_a_drain_asks_slices_to_yield_and_gives_back_what_has_not_begun(start_worker: Start) -> None:
+    """B166."""
     jobs = [job("patient", 60) for _ in range(4)]
     process = start_worker("--concurrency", "2")
     wait_until(lambda: sum(ran(one) for one in jobs) == 2, 20, "not begun")
@@ -319,7 +320,7 @@ def test_a_second_signal_works_while_the_database_blocks_the_main_thread(
 
 
 def test_a_signal_to_the_whole_group_that_arrives_twice_is_one_drain(tmp_path: Path) -> None:
-    """As an init system does it: to every process of the group, and the parent passes it on."""
+    """B167, C066: As an init system does it: to every process of the group, and the parent passes it on."""
     one = job("patient", 60)
     output = tmp_path / "output"
     with output.open("wb") as file:
@@ -433,6 +434,7 @@ def test_a_worker_goes_on_with_the_threads_that_do_not_hang(start_worker: Start)
 
 
 def test_of_many_processes_exactly_one_runs_each_job(start_worker: Start) -> None:
+    """B42, B160."""
     jobs = (
         service.start_many([service.New("worker.quick", number) for number in range(200)])
         if False

@@ -57,7 +57,7 @@ def seconds(text: str) -> float:
     return number
 
 
-def moment(text: str) -> datetime:
+def moment(text: str, distance: str = "2h for two hours ago") -> datetime:
     """A point in time: ISO 8601 (in the project's time zone when it names none), or how long ago, as `2h`."""
     if _DURATION.fullmatch(text.strip()):
         return datetime.now(UTC) - duration(text)
@@ -73,14 +73,16 @@ def moment(text: str) -> datetime:
         raise _refused(
             text,
             "is not a point in time",
-            "Use 2026-03-01T03:00, 2026-03-01T03:00+01:00, 2026-03-01, or 2h for two hours ago",
+            f"Use 2026-03-01T03:00, 2026-03-01T03:00+01:00, 2026-03-01, or {distance}",
         )
     return found
 
 
 def later(text: str) -> datetime | timedelta:
     """A point in time to come, or how long from now, as `30m`."""
-    return duration(text) if _DURATION.fullmatch(text.strip()) else moment(text)
+    if _DURATION.fullmatch(text.strip()):
+        return duration(text)
+    return moment(text, "2h for in two hours")
 
 
 def job_id(text: str) -> UUID:

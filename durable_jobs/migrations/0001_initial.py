@@ -44,6 +44,8 @@ class Migration(migrations.Migration):
                 ('beat_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
             ],
             options={
+                'verbose_name': 'worker',
+                'verbose_name_plural': 'workers',
                 'db_table': 'durable_jobs_worker',
                 'default_permissions': ('view',),
             },
@@ -152,6 +154,8 @@ class Migration(migrations.Migration):
                 ('job', models.ForeignKey(db_constraint=False, db_index=False, on_delete=django.db.models.deletion.DO_NOTHING, related_name='events', to='durable_jobs.job')),
             ],
             options={
+                'verbose_name': 'event',
+                'verbose_name_plural': 'history',
                 'db_table': 'durable_jobs_event',
                 'default_permissions': ('view',),
             },

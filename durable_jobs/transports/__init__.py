@@ -15,8 +15,6 @@ __all__ = ["BaseTransport", "Delivery", "State", "current"]
 
 PATHS: Final = {
     "database": "durable_jobs.transports.database.DatabaseTransport",
-    "celery": "durable_jobs.transports.celery.CeleryTransport",
-    "memory": "durable_jobs.transports.memory.MemoryTransport",
 }
 
 _made: dict[str, BaseTransport] = {}

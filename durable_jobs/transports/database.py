@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from durable_jobs import connection as connection_module
 from durable_jobs import database, kinds, store
 from durable_jobs.conf import config
 from durable_jobs.logs import tell
-from durable_jobs.models import MANUAL_QUEUE, Job
+from durable_jobs.models import MANUAL_QUEUE, Job, Scope
 from durable_jobs.outage import Outage
 from durable_jobs.store import Claimed, Probe
 from durable_jobs.transports.base import BaseTransport, State
@@ -36,6 +37,7 @@ FLOOR_MARGIN = timedelta(seconds=1)
 SWEEP_SECONDS = 1.0
 SWEEP_SHARE = 20
 """A sweep waits for this many times its own last duration."""
+LONG_WALK_SECONDS = 0.02
 LISTEN_SECONDS = 0.5
 DUE_MARGIN = 0.002
 
@@ -285,6 +287,9 @@ class Claimer:
         self._changed = True
         self._version: tuple[Any, int] | None = None
         self._suspects = True
+        self._full: dict[tuple[str, Scope], float] = {}
+        """Kinds and scopes at their limit, until a monotonic time; an end seen here is sooner."""
+        self._walk_at: dict[Pair, float] = {}
         self.answers = 0
         """How often the database has answered; a look that needs no question says nothing about it."""
 
@@ -307,7 +312,12 @@ class Claimer:
         self._woken.set()
 
     def expect(self, job: Job) -> None:
-        """This process has just written a claimable row."""
+        """This process has just written the row: it may be claimable, and it may have made room."""
+        kind = kinds.find(job.kind)
+        if kind is not None and kind.max_running is not None:
+            with self._guard:
+                self._full.pop((kind.name, job.scope), None)
+                self._changed = True
         if job.next_run_at is None or job.updated_at is None:
             return
         pair = Pair(job.queue_name, job.kind, job.priority)
@@ -332,7 +342,7 @@ class Claimer:
         probes = self._probes()
         if not probes:
             return []
-        claimed = store.claim_next(self.owner, limit, probes, suspects=suspects)
+        claimed = self._claim_at(probes, limit, suspects)
         self.answers += 1
         self._note(probes, claimed)
         return [one.job for one in claimed]
@@ -425,6 +435,75 @@ class Claimer:
                     least[pair] = min(run_at, least.get(pair, run_at))
             self._floors.update((pair, run_at - FLOOR_MARGIN) for pair, run_at in least.items())
 
+    # --- kinds with a limit
+
+    def _claim_at(self, probes: list[Probe], limit: int, suspects: bool) -> list[Claimed]:
+        """Kinds without a limit in one statement, the others apart; higher priority first, else by chance."""
+        known = self.known()
+        limited = [probe for probe in probes if known[probe.kind].max_running is not None]
+        if not limited:
+            return store.claim_next(self.owner, limit, probes, suspects=suspects)
+        free = [probe for probe in probes if known[probe.kind].max_running is None]
+        top = {id(part): max((probe.priority for probe in part), default=-101) for part in (free, limited)}
+        parts = sorted((free, limited), key=lambda part: (-top[id(part)], random.random()))
+        claimed: list[Claimed] = []
+        for part in parts:
+            left = limit - len(claimed)
+            if part is free:
+                claimed += store.claim_next(self.owner, left, part, suspects=suspects)
+            else:
+                claimed += self._claim_limited(part, left, suspects, known)
+        return sorted(claimed, key=lambda one: (-one.job.priority, one.job.id))
+
+    def _claim_limited(
+        self, probes: list[Probe], limit: int, suspects: bool, known: dict[str, kinds.Kind]
+    ) -> list[Claimed]:
+        """One kind and scope after the other, each in a transaction that counts what runs."""
+        claimed: list[Claimed] = []
+        for probe in sorted(probes, key=lambda probe: (-probe.priority, random.random())):
+            pair, kind, seen = Pair(*probe[:3]), known[probe.kind], self._full_scopes(known[probe.kind])
+            while len(claimed) < limit and time.monotonic() >= self._walk_at.get(pair, 0.0):
+                scopes = self._due_scopes(pair, probe, seen, suspects)
+                if not scopes:
+                    break
+                for scope in scopes:
+                    seen.add(scope)
+                    if len(claimed) < limit:
+                        claimed += self._claim_scope(kind, probe, scope, limit - len(claimed), suspects)
+        return claimed
+
+    def _claim_scope(
+        self, kind: kinds.Kind, probe: Probe, scope: Scope, limit: int, suspects: bool
+    ) -> list[Claimed]:
+        assert kind.max_running is not None
+        names = (kind.name, *kind.aliases)
+        answer = store.claim_limited(
+            self.owner, limit, probe, scope, names, kind.max_running, suspects=suspects
+        )
+        if answer is None:
+            return []
+        jobs, room = answer
+        if room < 1:
+            with self._guard:
+                self._full[kind.name, scope] = time.monotonic() + min(SWEEP_SECONDS, config.POLL)
+        # Without its time: a floor would hide older rows of scopes that are full.
+        return [Claimed(job, None) for job in jobs]
+
+    def _full_scopes(self, kind: kinds.Kind) -> set[Scope]:
+        now = time.monotonic()
+        with self._guard:
+            self._full = {key: until for key, until in self._full.items() if until > now}
+            return {scope for name, scope in self._full if name == kind.name}
+
+    def _due_scopes(self, pair: Pair, probe: Probe, seen: set[Scope], suspects: bool) -> list[Scope]:
+        began = time.monotonic()
+        scopes = store.due_scopes(probe, seen, suspects=suspects)
+        now = time.monotonic()
+        if not scopes and now - began > LONG_WALK_SECONDS:
+            # A long backlog of scopes that are full has been walked for nothing.
+            self._walk_at[pair] = now + SWEEP_SHARE * (now - began)
+        return scopes
+
     # --- SQLite
 
     def _claim_on_sqlite(self, limit: int, suspects: bool) -> list[Job]:
@@ -441,7 +520,13 @@ class Claimer:
             self._note(probes, [])
             self._version = version
             return []
-        claimed = store.claim_next(self.owner, limit, probes, suspects=suspects)
+        self._full.clear()  # every commit is seen, so nothing has to be remembered
+        claimed = self._claim_at(probes, limit, suspects)
+        if not claimed:
+            # What is due is of kinds at their limit: only a change makes room.
+            self._note(probes, [])
+            self._version = version
+            return []
         self._version, self._changed = None, True
         return [one.job for one in claimed]
 

@@ -13,6 +13,7 @@ from django.urls import reverse
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
+from durable_jobs.admin import JobsForSubject
 from durable_jobs.exceptions import LockKeyHeld
 from project.demo import airports
 from project.demo.airports import BadFile
@@ -54,11 +55,20 @@ class ImportForm(forms.ModelForm):
 
 
 @admin.register(ImportRun)
-class ImportRunAdmin(admin.ModelAdmin):
+class ImportRunAdmin(JobsForSubject, admin.ModelAdmin):
     """Imports are started and looked at here; only their jobs change them."""
 
     form = ImportForm
-    list_display = ("id", "source", "status", "rows_done", "rows_skipped", "created_by", "created_at")
+    list_display = (
+        "id",
+        "source",
+        "status",
+        "job_progress",
+        "rows_done",
+        "rows_skipped",
+        "created_by",
+        "created_at",
+    )
     list_filter = ("status", "source")
     list_select_related = ("created_by",)
     readonly_fields = ("status", "rows_done", "rows_skipped", "created_by", "created_at")

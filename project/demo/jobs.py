@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from django import forms
 from django.conf import settings
 from django.db.models import F
+from django.utils.translation import gettext_lazy as _
 
 from durable_jobs import service
 from durable_jobs.exceptions import TerminalError
 from durable_jobs.kinds import BatchKind, StatusMirror, register
-from durable_jobs.models import Job
+from durable_jobs.models import Job, Scope
 from project.demo import airports
 from project.demo.airports import FIELDS, BadRow, Row
 from project.demo.models import Airport, ImportBatch, ImportedRow, ImportRun
+from project.demo.scopes import scope_of_user
 
 if TYPE_CHECKING:
     from durable_jobs.runner import SliceContext
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 Status = ImportRun.Status
 
 LOCK_KEY = "airports"
-"""One import at a time writes the table."""
+"""One import of a scope at a time writes the table."""
 
 
 class Import(BatchKind):
@@ -62,12 +65,31 @@ class Import(BatchKind):
         ImportedRow.objects.bulk_create(ImportedRow(batch=line, icao=row["icao"]) for row in batch)
 
 
+class AirportsForm(forms.Form):
+    """The world's airports, or the first so many, by a click."""
+
+    limit = forms.IntegerField(
+        label=_("Only the first"),
+        required=False,
+        min_value=1,
+        help_text=_("Empty: all of them."),
+    )
+
+    def start(self, *, created_by: Any, scope: Scope) -> Job:
+        """Save the run and start its job, in the caller's transaction."""
+        run = ImportRun.objects.create(source=ImportRun.Source.AIRPORTS, created_by=created_by)
+        return start_import(run, limit=self.cleaned_data["limit"])
+
+
 @register
 class AirportsImport(Import):
     """The world's airports from the package; `limit` takes only the first so many."""
 
     name = "demo.airports"
-    description = "Imports the world's airports from the package airportsdata."
+    description = _("Imports the world's airports from the package airportsdata.")
+    operator_note = _("Writes the table of airports; one import at a time.")
+    runbook_url = "https://github.com/mborsetti/airportsdata"
+    input_form = AirportsForm
 
     def collection(self, ctx: SliceContext) -> Iterable[Row]:
         return airports.world()[: ctx.input["limit"]]
@@ -117,4 +139,11 @@ def start_import(run: ImportRun, *, limit: int | None = None, pause: float | Non
     else:
         input["limit"] = limit
         kind = AirportsImport
-    return service.start(kind, input, subject=run, lock_key=LOCK_KEY, created_by=run.created_by).job
+    return service.start(
+        kind,
+        input,
+        scope=scope_of_user(run.created_by),
+        subject=run,
+        lock_key=LOCK_KEY,
+        created_by=run.created_by,
+    ).job

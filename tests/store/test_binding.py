@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from uuid import UUID
 
 import pytest
 from django.db import connection
 
-from durable_jobs import database, store
+from durable_jobs import bounded, database, store
+from durable_jobs.jsontext import sha256
 from durable_jobs.models import Job, Scope, uuid7
 from durable_jobs.store import NewJob, Probe
 from tests.store.rows import GRACE, ME, STATES, ago, images, lease_on, letters, make, make_all, user
@@ -99,6 +102,24 @@ def reads_and_records() -> Iterator[Callable[[], Any]]:
     for size in store._CLAIM_SIZES:
         yield lambda size=size: store.claim_next(ME, size, [Probe("q", "x", 0, None, 9)])
     yield lambda: store.beat_many(ME, [lease_on(job_id), lease_on(job_id, ttl=9)])
+    by_hand = NewJob(uuid7(), "k", "running", "acme", None, "manual", "1", sha256("1"), idempotency_key="h")
+    yield lambda: store.insert_running(by_hand, ME, 30)
+    yield lambda: store.insert_running(replace(by_hand, id=uuid7(), idempotency_key=None), ME, 30)
+    yield lambda: store.lock_row(job_id)
+    yield lambda: store.image(job_id)
+    yield lambda: store.database_name()
+    yield lambda: store.wait_lock("l")
+    yield lambda: store.try_lock("l")
+    yield lambda: store.running_of_kind(["k", "tests.work"], SCOPE)
+    yield lambda: store.running_by_hand(Scope("acme"), except_id=job_id)
+    for full in ([], [SCOPE, Scope("ümbrella")]):
+        yield lambda full=full: store.due_scopes(Probe("q", "k", 0, None, 9), full)
+    for after in (None, (ago(9e6), job_id)):
+        yield lambda after=after: store.candidate_sizes(
+            SCOPE, "tests.work", status=None if after else "running", after=after, limit=9, cap=10**6
+        )
+    yield lambda: store.candidates(SCOPE, "tests.work", [job_id])
+    yield lambda: store.candidates(SCOPE, "tests.work", [])
 
 
 def test_every_statement_runs_and_does_the_same(ran: set[int]) -> None:
@@ -129,6 +150,14 @@ def check(rule: Rule) -> None:
     for state, job_id in rows.items():
         effect = rule.effect_on(state)
         assert_effect(effect, before[job_id], after[job_id], job_id in mailed, f"{rule.name} on {state}")
+
+
+def test_a_transaction_with_a_deadline_works_there_too() -> None:
+    """Its bounds are set by statements of their own."""
+    with bounded.transaction("default", deadline=time.monotonic() + 5, what="writing"):
+        assert store.image(make("running")) is not None
+    with bounded.transaction("default", deadline=time.monotonic() + 5, what="reading", snapshot=True):
+        assert store.candidates(SCOPE, "tests.work", []) == []
 
 
 def test_a_plan_made_on_an_empty_table_still_claims() -> None:

@@ -107,7 +107,8 @@ def test_no_statement_uses_the_time_at_which_its_transaction_began(vendor: str) 
 
 WAITING = (
     "_LOCK_FENCE", "_YIELD_SLICE", "_GIVE_BACK", "_FAIL_SLICE", "_RELEASE_LEASE", "_COMPLETE",
-    "_FAIL_TERMINAL", "_CANCEL_RUNNING", "_SET_PROGRESS", "_WRITE_CHECKPOINT",
+    "_FAIL_TERMINAL", "_CANCEL_RUNNING", "_SET_PROGRESS", "_WRITE_CHECKPOINT", "_EXTEND", "_RENEW",
+    "_SET_PERCENT", "_KEEP_CHECKPOINT", "_COMPLETE_OWNED", "_FAIL_OWNED", "_CANCEL_OWNED",
 )  # fmt: skip
 
 

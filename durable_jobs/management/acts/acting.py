@@ -420,6 +420,7 @@ class PauseWork(_OfPause):
 
     def run(self, options: dict[str, Any], out: Output) -> int:
         what = self._what(options)
+        _refuse_unknown(what)
         service.pause(**what, reason=options["reason"], actor=actor())
         out.say(f"Paused {_named(what)}.")
         if options["wait"] is None:
@@ -473,6 +474,25 @@ class Unpause(_OfPause):
             for pause in left:
                 out.say(f"  {explain.of_pause(pause)}")
         return OK if ended else REFUSED
+
+
+def _refuse_unknown(what: dict[str, str]) -> None:
+    """A misspelt name would pause nothing, and `--wait` would find that quiet."""
+    jobs = Job.objects.using(database.alias())
+    kind, queue = what["kind"], what["queue"]
+    if kind and kinds.find(kind) is None and not jobs.filter(kind=kind).exists():
+        known = ", ".join(kinds.names()) or "none"
+        raise InvalidInput(
+            "kind", kind, "is registered nowhere here, and no job has it", f"Known here: {known}."
+        )
+    queues = sorted({known.queue for known in kinds.all_kinds()})
+    if queue and queue not in queues and not jobs.filter(queue_name=queue).exists():
+        raise InvalidInput(
+            "queue",
+            queue,
+            "is no kind's queue here, and no job is in it",
+            f"Queues here: {', '.join(queues)}.",
+        )
 
 
 def _named(what: dict[str, str]) -> str:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from django.contrib.auth import get_user_model
+from django.contrib.auth.models import Group
 from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import connection
@@ -26,6 +27,8 @@ ENVIRONMENT: Final = {
 """Imports slow enough to be watched, and leases short enough to see one run out."""
 
 LOGIN: Final = "demo"
+VISITOR: Final = "visitor"
+"""An ordinary user: no staff, no rights, and a scope of its own."""
 PATIENCE: Final = 30.0
 SHORTEST_LIFE: Final = 3.0
 """A worker that ends by itself sooner would only end again."""
@@ -55,8 +58,11 @@ class Command(BaseCommand):
             self._say("\nEnding the site and the worker.")
 
     def _make_login(self) -> str:
-        """The words for the password of the user `demo`, who is made if missing."""
+        """The words for the password of the user `demo`, who is made if missing, as is `visitor`."""
         users = get_user_model()._default_manager
+        if not users.filter(username=VISITOR).exists():
+            visitor = users.create_user(username=VISITOR, password=VISITOR)
+            visitor.groups.add(Group.objects.get_or_create(name="Visitors")[0])
         user = users.filter(username=LOGIN).first()
         if user is None:
             users.create_superuser(username=LOGIN, email="", password=LOGIN)
@@ -97,6 +103,8 @@ class Command(BaseCommand):
   Imports   http://127.0.0.1:{port}/
   Admin     http://127.0.0.1:{port}/admin/
   Login     {LOGIN}, password {password}
+  Visitor   http://127.0.0.1:{port}/imports/ as {VISITOR}, password {VISITOR}: an ordinary user who follows an import
+  API       http://127.0.0.1:{port}/api/jobs/ (schema: /api/schema/)
   Database  {connection.display_name}, {connection.settings_dict["NAME"]}
   Worker    process {worker}. Kill it during an import (kill -9 {worker}): another takes over.
 

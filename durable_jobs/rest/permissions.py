@@ -1,0 +1,54 @@
+"""Who may do what: the permissions of the model `Job`, asked after those that the project asks everywhere."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from rest_framework.permissions import BasePermission
+from rest_framework.request import Request
+
+
+class HasPermission(BasePermission):
+    """The signed-in user has one permission of the model `Job`."""
+
+    permission: ClassVar[str]
+    message = "You do not have permission to do this."
+
+    def has_permission(self, request: Request, view: Any) -> bool:
+        """Whether the user has it."""
+        user = request.user
+        return bool(user and user.is_authenticated and user.has_perm(f"durable_jobs.{self.permission}"))
+
+
+class CanView(HasPermission):
+    """May look at jobs, kinds, workers and pauses."""
+
+    permission = "view_job"
+
+
+class CanStart(HasPermission):
+    """May start jobs."""
+
+    permission = "start_job"
+
+
+class CanOperate(HasPermission):
+    """May cancel and redrive."""
+
+    permission = "operate_job"
+
+
+class CanPause(HasPermission):
+    """May pause and unpause."""
+
+    permission = "pause_job"
+
+
+def may_see_payload(request: Request) -> bool:
+    """Whether input, checkpoint and result are shown."""
+    return bool(request.user.has_perm("durable_jobs.view_job_payload"))
+
+
+def may_force(request: Request) -> bool:
+    """Whether a redrive may be forced."""
+    return bool(request.user.has_perm("durable_jobs.force_redrive_job"))
