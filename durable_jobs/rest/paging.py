@@ -25,7 +25,7 @@ from durable_jobs.models import Job
 
 PAGE_SIZE: Final = 25
 LARGEST_PAGE: Final = 200
-WINDOW: Final = 20_000
+WINDOW: Final = 5_000
 """What no index finds is looked for among so many rows of the list in one request."""
 JUDGED: Final = 2_000
 """So many rows are judged one by one in one request."""
