@@ -131,6 +131,16 @@ class Selection:
         )
 
     @property
+    def is_failed(self) -> bool:
+        """Whether all of them have failed: their order is then that of their ends, which has an index."""
+        return (
+            self.status == Status.FAILED
+            or self.phase in (Phase.FAILED, Phase.PARKED)
+            or self.failed_since is not None
+            or self.failed_before is not None
+        )
+
+    @property
     def one_tenant(self) -> str | None:
         """The tenant that all of them belong to, when one was named: its list has an index by time."""
         if self.tenant is not None:
@@ -177,19 +187,19 @@ def newest(selection: Selection, look: Look, *, limit: int, after: UUID | None =
 class Place:
     """A place in a list: the row that the next page begins after. As text it goes into addresses."""
 
-    created_at: datetime
+    at: datetime
     id: UUID
 
     def __str__(self) -> str:
-        return f"{self.created_at.astimezone(UTC):%Y%m%dT%H%M%S.%f}~{self.id.hex}"
+        return f"{self.at.astimezone(UTC):%Y%m%dT%H%M%S.%f}~{self.id.hex}"
 
     @classmethod
     def parse(cls, text: str) -> Place | None:
         """The place that was written so; None for anything else."""
         moment, _, key = text.partition("~")
         try:
-            created_at = datetime.strptime(moment, "%Y%m%dT%H%M%S.%f").replace(tzinfo=UTC)
-            return cls(created_at, UUID(hex=key))
+            at = datetime.strptime(moment, "%Y%m%dT%H%M%S.%f").replace(tzinfo=UTC)
+            return cls(at, UUID(hex=key))
         except ValueError:
             return None
 
@@ -213,12 +223,9 @@ def listed(
     """
     if selection.is_indexed and also is None:
         found = list(
-            islice(
-                _read(selection, look, descending=True, after=after.id if after else None, page=limit + 1),
-                limit + 1,
-            )
+            islice(_in_order(selection, look, descending=True, after=after, page=limit + 1), limit + 1)
         )
-        return Listed(found[:limit], _place(found[limit - 1]) if len(found) > limit else None)
+        return Listed(found[:limit], place_of(selection, found[limit - 1]) if len(found) > limit else None)
     by_time = selection.one_tenant is not None
     condition = selection.where(look.now, look.pauses)
     jobs = Job.objects.using(database.alias())
@@ -237,8 +244,41 @@ def listed(
     return Listed(found, _place(floor) if floor else None, WINDOW if floor else None)
 
 
+def place_of(selection: Selection, job: Job) -> Place:
+    """Where a job stands in the order of its selection."""
+    return Place(job.finished_at if selection.is_failed and job.finished_at else job.created_at, job.id)
+
+
 def _place(job: Job) -> Place:
     return Place(job.created_at, job.id)
+
+
+def _in_order(
+    selection: Selection, look: Look, *, descending: bool, after: Place | None = None, page: int = PAGE
+) -> Iterator[Job]:
+    """The jobs by the order of their selection: what has failed by its end, the others by their ids.
+
+    By ids a database would look for old failures among all the jobs that came before or after them.
+    """
+    if not selection.is_failed:
+        yield from _read(selection, look, descending=descending, after=after.id if after else None, page=page)
+        return
+    condition = selection.where(look.now, look.pauses)
+    jobs = Job.objects.using(database.alias()).filter(condition).defer(*LARGE_COLUMNS)
+    jobs = jobs.order_by("-finished_at", "-id") if descending else jobs.order_by("finished_at", "id")
+    way = "lt" if descending else "gt"
+    while True:
+        rows = jobs
+        if after is not None:
+            beyond = Q(**{f"finished_at__{way}": after.at}) | Q(
+                finished_at=after.at, **{f"id__{way}": after.id}
+            )
+            rows = jobs.filter(beyond, **{f"finished_at__{way}e": after.at})
+        found = list(rows[:page])
+        yield from (job for job in found if selection.matches(job, look.now, look.pauses))
+        if len(found) < page:
+            return
+        after = place_of(selection, found[-1])
 
 
 def _beyond(jobs: Any, after: Place | None, *, by_time: bool) -> Any:
@@ -246,21 +286,21 @@ def _beyond(jobs: Any, after: Place | None, *, by_time: bool) -> Any:
         return jobs
     if not by_time:
         return jobs.filter(id__lt=after.id)
-    earlier = Q(created_at__lt=after.created_at) | Q(created_at=after.created_at, id__lt=after.id)
-    return jobs.filter(earlier, created_at__lte=after.created_at)
+    earlier = Q(created_at__lt=after.at) | Q(created_at=after.at, id__lt=after.id)
+    return jobs.filter(earlier, created_at__lte=after.at)
 
 
 def _down_to(jobs: Any, floor: Place, *, by_time: bool) -> Any:
     if not by_time:
         return jobs.filter(id__gte=floor.id)
-    return jobs.filter(created_at__gte=floor.created_at)
+    return jobs.filter(created_at__gte=floor.at)
 
 
 def pages(
-    selection: Selection, look: Look, *, limit: int | None = None, after: UUID | None = None
+    selection: Selection, look: Look, *, limit: int | None = None, after: Place | None = None
 ) -> Iterator[list[UUID]]:
-    """The ids, oldest job first, a page at a time; what was acted on in one page is not met in the next."""
-    found = islice(_read(selection, look, descending=False, after=after), limit)
+    """The ids, oldest first, a page at a time; what was acted on in one page is not met in the next."""
+    found = islice(_in_order(selection, look, descending=False, after=after), limit)
     while page := [job.id for job in islice(found, PAGE)]:
         yield page
 
@@ -303,7 +343,7 @@ def summarize(selection: Selection, look: Look, *, limit: int | None = None) -> 
     """Count a selection, up to `limit` and in any case up to `MOST_COUNTED`."""
     most = limit if limit is not None and limit <= MOST_COUNTED else MOST_COUNTED + 1
     some = min(SAMPLE, most)
-    sample = list(islice(_read(selection, look, descending=False, page=some), some))
+    sample = list(islice(_in_order(selection, look, descending=False, page=some), some))
     grouped = _grouped if _is_exact(selection) else _grouped_one_by_one
     groups = grouped(selection, look, most)
     total = sum(group.jobs for group in groups)
@@ -328,7 +368,8 @@ def _is_exact(selection: Selection) -> bool:
 def _grouped(selection: Selection, look: Look, most: int) -> list[Group]:
     jobs = Job.objects.using(database.alias()).filter(selection.where(look.now, look.pauses))
     # The oldest ones, as they are taken; counted in the database, and no more of them than are asked for.
-    bounded = Job.objects.using(database.alias()).filter(id__in=jobs.order_by("id").values("id")[:most])
+    order = "finished_at" if selection.is_failed else "id"
+    bounded = Job.objects.using(database.alias()).filter(id__in=jobs.order_by(order).values("id")[:most])
     rows = bounded.values_list("kind", "error_type").annotate(jobs=Count("id")).order_by("-jobs", "kind")
     return [Group(kind, error_type or "", number) for kind, error_type, number in rows]
 
@@ -421,7 +462,7 @@ def foresee(
     selection: Selection, look: Look, judge: Foresee, *, limit: int = FORESEEN
 ) -> tuple[int, list[Foreseen]]:
     """Look at the first `limit` jobs: how many were looked at, and what would be refused, by code."""
-    jobs = list(islice(_read(selection, look, descending=False), limit))
+    jobs = list(islice(_in_order(selection, look, descending=False, page=limit), limit))
     held_by = holders(jobs)
     found: dict[str, Foreseen] = {}
     for job in jobs:

@@ -28,7 +28,7 @@ from durable_jobs.admin import access
 from durable_jobs.exceptions import Busy, DurableJobsError
 from durable_jobs.explain import Phase, Reason
 from durable_jobs.models import Job, JobEvent, Status
-from durable_jobs.selection import Look, Selection
+from durable_jobs.selection import Look, Place, Selection
 
 SECONDS_A_REQUEST: Final = 10.0
 JOBS_A_REQUEST: Final = 500
@@ -305,7 +305,7 @@ class Bulk:
     reason: str = ""
     spread: float = 0.0
     """Seconds."""
-    after: UUID | None = None
+    after: Place | None = None
     taken: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
     named: tuple[tuple[str, str], ...] = ()
@@ -351,7 +351,7 @@ class Bulk:
             **{name: facts[name] for name in cls.FIELDS},
             chosen=unpacked(facts["chosen"]),
             moment=datetime.fromisoformat(facts["moment"]),
-            after=UUID(facts["after"]) if facts["after"] else None,
+            after=Place.parse(facts["after"]) if facts["after"] else None,
             skipped=facts["skipped"],
             named=tuple(tuple(pair) for pair in facts["named"]),
         )
@@ -389,8 +389,11 @@ def step(request: HttpRequest, bulk: Bulk) -> Step:
             if taken - bulk.taken >= JOBS_A_REQUEST or time.monotonic() - began >= SECONDS_A_REQUEST:
                 finished = False
                 break
-            taken, after = taken + 1, job_id
-            answer = _one_of_many(request, act, bulk, jobs.get(job_id), taken - 1, elapsed, began)
+            job = jobs.get(job_id)
+            if job is not None:
+                after = selection.place_of(chosen, job)
+            taken += 1
+            answer = _one_of_many(request, act, bulk, job, taken - 1, elapsed, began)
             if answer.job is None:
                 skipped[answer.code] += 1
                 if len(named) < NAMED:

@@ -207,6 +207,18 @@ def test_pages_follow_each_other_without_gap_or_repetition(client: Client) -> No
         assert len(seen) == 120 and set(seen) == {str(key) for key in jobs}, query
 
 
+def test_pages_of_failures_follow_each_other_by_their_ends(client: Client) -> None:
+    jobs = {str(make_job("failed").pk) for _ in range(110)}
+    seen: list[str] = []
+    following: str | None = "phase=human"
+    while following is not None:
+        page = client.get(f"{url('changelist')}?{following}").content.decode()
+        seen += re.findall(r'name="ids" value="([^"]+)"', page)
+        found = re.search(r'rel="next"[^>]*href="\?([^"]+)"', page)
+        following = found[1].replace("&amp;", "&") if found else None
+    assert len(seen) == 110 and set(seen) == jobs
+
+
 def test_times_are_in_the_active_zone_with_its_name(client: Client, settings: Any) -> None:
     """C073"""
     job = make_job("completed")
