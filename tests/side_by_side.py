@@ -92,7 +92,7 @@ def planned(arguments: list[str]) -> list[tuple[str, list[str], dict[str, str]]]
 
 
 def start(name: str, command: list[str], environment: dict[str, str]) -> Run:
-    output = tempfile.TemporaryFile()
+    output = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as its run
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
     )
