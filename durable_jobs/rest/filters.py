@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any, Final
 
@@ -168,3 +168,19 @@ def whole(parameters: QueryDict, name: str, least: int, most: int, otherwise: in
     if not WHOLE.fullmatch(given) or not least <= int(given) <= most:
         raise serializers.ValidationError({name: [f"Give a whole number from {least} to {most}."]})
     return int(given)
+
+
+def required(parameters: QueryDict, name: str, longest: int) -> str:
+    """A text among the parameters that must be there; raises a ValidationError that names it."""
+    given = parameters.get(name, "")
+    if not given.strip() or len(given) > longest:
+        raise serializers.ValidationError({name: [f"Give a text of 1 to {longest} characters."]})
+    return given
+
+
+def one_of(parameters: QueryDict, name: str, choices: Collection[str]) -> str | None:
+    """One of these among the parameters, or None; raises a ValidationError that names it."""
+    given = parameters.get(name)
+    if given is not None and given not in choices:
+        raise serializers.ValidationError({name: [f"Give one of {', '.join(choices)}."]})
+    return given

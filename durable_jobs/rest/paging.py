@@ -25,12 +25,13 @@ from durable_jobs.models import Job
 
 PAGE_SIZE: Final = 25
 LARGEST_PAGE: Final = 200
-WINDOW: Final = 20_000
+WINDOW: Final = 5_000
 """What no index finds is looked for among so many rows of the list in one request."""
 JUDGED: Final = 2_000
 """So many rows are judged one by one in one request."""
 CURSOR: Final = r"^[ab][0-9a-f]{13}[0-9a-f]{32}$"
 EVENT_CURSOR: Final = r"^[ab][0-9]{1,18}$"
+SIGNED_CURSOR: Final = r"^\.?[A-Za-z0-9_-]+:[A-Za-z0-9]+:[A-Za-z0-9_-]+\Z"
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 

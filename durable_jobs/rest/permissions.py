@@ -26,6 +26,14 @@ class CanView(HasPermission):
     permission = "view_job"
 
 
+class CanViewPayload(CanView):
+    """May look at jobs, and at what they hold."""
+
+    def has_permission(self, request: Request, view: Any) -> bool:
+        """Whether the user has both."""
+        return super().has_permission(request, view) and may_see_payload(request)
+
+
 class CanStart(HasPermission):
     """May start jobs."""
 

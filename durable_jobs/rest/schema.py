@@ -21,6 +21,7 @@ from drf_spectacular.utils import (
 )
 from rest_framework import serializers
 
+from durable_jobs import candidates
 from durable_jobs.explain import Phase
 from durable_jobs.models import Status
 from durable_jobs.rest import paging
@@ -114,6 +115,7 @@ once = extend_schema_serializer(many=False)
 JobPage = once(_page("JobPage", ours.JobSerializer))
 JobEventPage = once(_page("JobEventPage", ours.JobEventSerializer))
 once(ours.HealthSerializer)
+once(ours.CandidatePageSerializer)
 
 
 class JobViews(OpenApiViewExtension):
@@ -191,6 +193,38 @@ class JobViews(OpenApiViewExtension):
                 responses={**ACTED, **ABSENT, **REFUSED, 200: ours.OutcomeSerializer},
             ),
         )(Described)
+
+
+class CandidateViews(OpenApiViewExtension):
+    target_class = "durable_jobs.rest.views.CandidateViewSet"
+    match_subclasses = True
+
+    def view_replacement(self) -> type[Any]:
+        """One page, and what it is asked by."""
+
+        class Described(self.target_class):  # type: ignore[name-defined]
+            pass
+
+        def number(name: str, most: int, usual: int) -> OpenApiParameter:
+            return OpenApiParameter(
+                name, {"type": "integer", "minimum": 1, "maximum": most, "default": usual}
+            )
+
+        listed = extend_schema(
+            tags=["jobs"],
+            parameters=[
+                OpenApiParameter(
+                    "kind", {"type": "string", "maxLength": 200, "pattern": NOT_BLANK}, required=True
+                ),
+                OpenApiParameter("status", {"type": "string", "enum": list(Status.values)}),
+                number("limit", candidates.LARGEST_PAGE, 25),
+                number("max_payload_bytes", candidates.LARGEST_PAYLOAD, 262_144),
+                _cursor(paging.SIGNED_CURSOR.replace("\\Z", "$")),
+            ],
+            responses={**LOOKED, **REFUSED, 200: ours.CandidatePageSerializer},
+            filters=False,
+        )
+        return extend_schema_view(list=listed)(Described)
 
 
 class _Lists(OpenApiViewExtension):
@@ -378,6 +412,14 @@ class Payloads(OpenApiSerializerExtension):
         reasons = auto_schema.resolve_serializer(ours.ReasonSerializer, direction)
         shape["properties"]["reasons"] = {"type": "array", "items": reasons.ref, "readOnly": True}
         return shape
+
+
+class Candidates(OpenApiSerializerExtension):
+    target_class = "durable_jobs.rest.serializers.CandidateSerializer"
+
+    def map_serializer(self, auto_schema: Any, direction: Any) -> dict[str, Any]:
+        """The content is any JSON."""
+        return _with_any(auto_schema, self.target, direction, "input", "checkpoint", "result", optional=False)
 
 
 class EventData(OpenApiSerializerExtension):

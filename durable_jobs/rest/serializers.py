@@ -359,6 +359,49 @@ def _parsed(text: str) -> Any:
         return text
 
 
+class CandidateSerializer(Shown):
+    """A job to choose from, with what it holds, masked by the kind."""
+
+    id = serializers.UUIDField()
+    kind = serializers.CharField()
+    status = serializers.ChoiceField(choices=Status.values)
+    created_at = Moment()
+    lease_epoch = serializers.IntegerField()
+    idempotency_key = serializers.CharField(allow_null=True)
+    input = serializers.SerializerMethodField()
+    checkpoint = serializers.SerializerMethodField()
+    result = serializers.SerializerMethodField()
+
+    def get_input(self, job: Job) -> Any:
+        return kinds.mask(kinds.find(job.kind), job.input)
+
+    def get_checkpoint(self, job: Job) -> Any:
+        return kinds.mask(kinds.find(job.kind), job.checkpoint)
+
+    def get_result(self, job: Job) -> Any:
+        return kinds.mask(kinds.find(job.kind), job.result)
+
+
+class ScopeSerializer(serializers.Serializer):
+    """Whose jobs."""
+
+    tenant = serializers.CharField()
+    organization = serializers.CharField(allow_null=True)
+
+
+class CandidatePageSerializer(serializers.Serializer):
+    """One page as of one moment. It owns nothing: whoever acts on it claims first."""
+
+    candidates = CandidateSerializer(many=True)
+    scope = ScopeSerializer()
+    scanned = serializers.IntegerField()
+    has_more = serializers.BooleanField()
+    cursor = serializers.CharField(allow_null=True)
+    total = serializers.IntegerField(allow_null=True)
+    observation = serializers.CharField()
+    principal_validation = serializers.CharField()
+
+
 # --- the whole --------------------------------------------------------------------------------------------
 
 

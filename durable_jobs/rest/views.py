@@ -10,11 +10,14 @@ import hashlib
 import inspect
 import json
 import math
+import re
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, ClassVar
 from uuid import UUID
 
+from django.db import transaction
 from django.db.models import Q
 from django.http import Http404, HttpResponse
 from django.utils.cache import patch_vary_headers
@@ -28,7 +31,8 @@ from rest_framework.settings import api_settings
 from rest_framework.versioning import QueryParameterVersioning
 from rest_framework.viewsets import ViewSet
 
-from durable_jobs import access, database, explain, kinds, overview, service, store
+from durable_jobs import access, candidates, database, explain, kinds, overview, service, store
+from durable_jobs.candidates import CandidateQuery
 from durable_jobs.exceptions import (
     Busy,
     DurableJobsError,
@@ -39,14 +43,24 @@ from durable_jobs.exceptions import (
     Refusal,
 )
 from durable_jobs.explain import Phase
-from durable_jobs.models import Job, JobEvent, Pause, Scope
+from durable_jobs.models import Job, JobEvent, Pause, Scope, Status
+from durable_jobs.receipts import ExecutionContext
 from durable_jobs.rest import filters, paging
 from durable_jobs.rest.filters import JobFilter
 from durable_jobs.rest.paging import Place, Reading
 from durable_jobs.rest.parsers import JSONParser
-from durable_jobs.rest.permissions import CanOperate, CanPause, CanStart, CanView, may_force, may_see_payload
+from durable_jobs.rest.permissions import (
+    CanOperate,
+    CanPause,
+    CanStart,
+    CanView,
+    CanViewPayload,
+    may_force,
+    may_see_payload,
+)
 from durable_jobs.rest.serializers import (
     CancelBody,
+    CandidatePageSerializer,
     CountsSerializer,
     ExplanationSerializer,
     HealthSerializer,
@@ -70,6 +84,7 @@ from durable_jobs.selection import LARGE_COLUMNS, Look
 IDEMPOTENCY_KEY_LENGTH = 200
 MOST_WORKERS = 500
 MOST_COUNTED = 1_000
+CANDIDATE_SECONDS = 5.0
 POLL_RUNNING, POLL_WAITING, POLL_STANDING = 1, 2, 15
 """Seconds after which it is worth asking again: what runs, what is due, what waits for a person."""
 LONGEST_POLL = 60
@@ -357,6 +372,53 @@ class JobViewSet(JobsViewSet):
         return job
 
 
+class CandidateViewSet(JobsViewSet):
+    """Jobs to choose from, with their content: what a domain service reads before it claims or retries one."""
+
+    permissions = {"list": CanViewPayload}
+    parameters = {"list": {"kind", "status", "limit", "max_payload_bytes", "cursor"}}
+
+    @classmethod
+    def as_view(cls, *args: Any, **kwargs: Any) -> Any:
+        """Outside ATOMIC_REQUESTS: the page is read in a bounded transaction of its own."""
+        view = super().as_view(*args, **kwargs)
+        return transaction.non_atomic_requests(using=database.alias())(view)
+
+    def list(self, request: Request, **kwargs: Any) -> Response:
+        """A page of one kind in the caller's own scope, oldest first, whole or not at all.
+
+        A row with more bytes than `max_payload_bytes` refuses the page (409), and so does a cursor of another query.
+        """
+        given = request.query_params
+        kind = filters.required(given, "kind", 200)
+        status_wanted = filters.one_of(given, "status", Status.values)
+        cursor = given.get("cursor")
+        if cursor is not None and not re.fullmatch(paging.SIGNED_CURSOR, cursor):
+            raise serializers.ValidationError({"cursor": ["Take it from an earlier answer, as it was."]})
+        scope, actor = self.own_scope(), f"user:{request.user.pk} {request.user.get_username()}"
+        query = CandidateQuery(
+            kind=kind,
+            actor=actor,
+            scope=scope,
+            status=status_wanted,
+            limit=filters.whole(given, "limit", 1, candidates.LARGEST_PAGE, 25),
+            max_payload_bytes=filters.whole(
+                given, "max_payload_bytes", 1, candidates.LARGEST_PAYLOAD, CandidateQuery.max_payload_bytes
+            ),
+            cursor=cursor,
+        )
+        context = ExecutionContext(
+            scope, actor, kind, idempotency_key=None, deadline=time.monotonic() + CANDIDATE_SECONDS
+        )
+        try:
+            page = service.candidates(query, context)
+        except InvalidInput as error:
+            if error.field == "max_payload_bytes":
+                return self._refused(error)
+            raise
+        return Response(CandidatePageSerializer(page).data)
+
+
 class KindViewSet(JobsViewSet):
     """The kinds that are registered in the process that answers."""
 
@@ -520,6 +582,7 @@ def viewsets() -> Sequence[tuple[str, type[JobsViewSet], str]]:
     """Prefix, viewset and basename of each, for a router."""
     return (
         ("jobs", JobViewSet, "job"),
+        ("candidates", CandidateViewSet, "candidate"),
         ("kinds", KindViewSet, "kind"),
         ("workers", WorkerViewSet, "worker"),
         ("pauses", PauseViewSet, "pause"),

@@ -21,6 +21,7 @@ from durable_jobs.models import LIVE, Job
 from durable_jobs.reconciler import Reconciler
 from durable_jobs.runner import SliceContext
 from tests.models import Parcel, Shipment
+from tests.operate.conftest import proof
 from tests.operate.kinds import Ship, move
 from tests.slices import OWNER, change, made, row
 
@@ -213,7 +214,7 @@ def repair(job: Job, position: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "life", "end"),
     [
-        ("operate.ship", live, "completed"),
+        pytest.param("operate.ship", live, "completed", marks=proof),
         ("operate.wavers", live, "completed"),
         ("operate.fails", live, "failed"),
         ("operate.ship", ask_and_live, "cancelled"),

@@ -71,6 +71,7 @@ def test_when_every_worker_is_killed_a_fresh_one_finds_the_jobs(start_worker: St
     assert fresh.wait(15) == 0, fresh.output
 
 
+@proof
 def test_a_worker_that_slept_for_long_drops_what_it_lost_and_goes_on(start_worker: Start) -> None:
     one = start("nap", 2)
     slept = start_worker("--concurrency", "1")
