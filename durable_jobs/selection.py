@@ -7,6 +7,7 @@ acted on in a transaction of its own, with its hooks: what is refused stays as i
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -14,7 +15,7 @@ from itertools import islice
 from typing import Any, Final
 from uuid import UUID
 
-from django.db.models import Count, Q
+from django.db.models import Q
 
 from durable_jobs import database, explain, service, store
 from durable_jobs.exceptions import DurableJobsError
@@ -367,11 +368,12 @@ def _is_exact(selection: Selection) -> bool:
 
 def _grouped(selection: Selection, look: Look, most: int) -> list[Group]:
     jobs = Job.objects.using(database.alias()).filter(selection.where(look.now, look.pauses))
-    # The oldest ones, as they are taken; counted in the database, and no more of them than are asked for.
-    order = "finished_at" if selection.is_failed else "id"
-    bounded = Job.objects.using(database.alias()).filter(id__in=jobs.order_by(order).values("id")[:most])
-    rows = bounded.values_list("kind", "error_type").annotate(jobs=Count("id")).order_by("-jobs", "kind")
-    return [Group(kind, error_type or "", number) for kind, error_type, number in rows]
+    # As they are taken, and no more of them than are asked for. Grouped in the database they would be looked up
+    # a second time by their ids.
+    found = jobs.order_by("finished_at" if selection.is_failed else "id")[:most]
+    numbers = Counter(found.values_list("kind", "error_type").iterator())
+    ordered = sorted(numbers.items(), key=lambda item: (-item[1], item[0][0]))
+    return [Group(kind, error_type or "", number) for (kind, error_type), number in ordered]
 
 
 def _grouped_one_by_one(selection: Selection, look: Look, most: int) -> list[Group]:
