@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from uuid import uuid4
 
 import pytest
+from django.test import override_settings
 
 from durable_jobs import store
 from durable_jobs.models import Job
 from durable_jobs.store import Lease
 from durable_jobs.testing import make_job
-from durable_jobs.worker import new_owner
+from durable_jobs.worker import Worker, new_owner
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -124,3 +127,21 @@ def test_no_two_starts_of_a_process_have_one_owner() -> None:
     """B48."""
     owners = {new_owner() for _ in range(1000)}
     assert len(owners) == 1000 and max(map(len, owners)) <= 200
+
+
+def test_a_terminal_change_needs_the_epoch_and_not_the_owner() -> None:
+    """B87, T7: the failing path has let the lease go before it decides."""
+    job = make_job("verdict")
+    assert job.lease_owner is None
+    assert store.fail_terminal(job.id, job.lease_epoch - 1) is None
+    failed = store.fail_terminal(job.id, job.lease_epoch)
+    assert failed is not None and failed.status == "failed"
+
+
+def test_every_worker_ticks_jittered_and_never_where_ticks_are_off() -> None:
+    """B165: every 15 s by default, not all processes in one instant; 0 disables."""
+    worker = Worker(concurrency=1)
+    waits = [worker._next_tick() - time.monotonic() for _ in range(50)]
+    assert all(11.9 <= wait <= 15 for wait in waits) and len({round(wait, 3) for wait in waits}) > 10
+    with override_settings(DURABLE_JOBS={"TICK": 0}):
+        assert worker._next_tick() == math.inf
