@@ -27,14 +27,7 @@ $(STAMP): requirements.txt pyproject.toml
 	@touch $@
 
 test: install  ## Run every test, on SQLite and on PostgreSQL (its own, or DATABASE_URL) side by side
-	@log=$$(mktemp); sqlite=0; postgres=0; trap 'rm -f "$$log"' EXIT; \
-	$(MAKE) --no-print-directory test-sqlite >"$$log" 2>&1 & \
-	$(MAKE) --no-print-directory test-postgres || postgres=$$?; \
-	wait $$! || sqlite=$$?; \
-	echo; cat "$$log"; \
-	report() { if [ $$2 -eq 0 ]; then echo "$$1: passed"; else echo "$$1: FAILED"; fi; }; \
-	echo; report SQLite $$sqlite; report PostgreSQL $$postgres; \
-	[ $$sqlite -eq 0 ] && [ $$postgres -eq 0 ]
+	@$(PY) -m tests.side_by_side $(ARGS)
 
 test-sqlite: install  ## Run the tests on SQLite only (ARGS go to pytest)
 	env -u DATABASE_URL $(PY) -m pytest $(ARGS)
