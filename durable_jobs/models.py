@@ -294,6 +294,7 @@ class Job(ReadOnlyRow):
                 condition=Q(status="failed"),
             ),
             models.Index(fields=["tenant_id", "created_at", "id"], name="durable_jobs_list"),
+            models.Index(fields=["id"], name="durable_jobs_held", condition=Q(status="held")),
             models.Index(
                 fields=["created_by"],
                 name="durable_jobs_created_by",

@@ -97,8 +97,10 @@ class Selection:
         if self.failed_since is not None or self.failed_before is not None:
             condition &= Q(status=Status.FAILED)
         if self.unended:
-            live = [Status.HELD, Status.PENDING, Status.RUNNING]
-            condition &= Q(status__in=live, cancel_requested_at__isnull=True)
+            # In three parts, each of which is the condition of an index.
+            waiting = Q(status=Status.PENDING, next_run_at__isnull=False)
+            live = Q(status=Status.RUNNING) | waiting | Q(status=Status.HELD)
+            condition &= live & Q(cancel_requested_at__isnull=True)
         if self.phase is not None:
             condition &= explain.among(self.phase, now, pauses)
         return condition

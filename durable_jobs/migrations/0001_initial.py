@@ -207,6 +207,10 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='job',
+            index=models.Index(condition=models.Q(('status', 'held')), fields=['id'], name='durable_jobs_held'),
+        ),
+        migrations.AddIndex(
+            model_name='job',
             index=models.Index(condition=models.Q(('created_by__isnull', False)), fields=['created_by'], name='durable_jobs_created_by'),
         ),
         migrations.AddIndex(
