@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -408,7 +409,11 @@ def test_no_process_uses_a_connection_of_another_and_the_supervisor_has_none(
 
 def connected(pid: int) -> bool:
     """Whether the process has the tests' database open."""
-    targets = [os.readlink(path) for path in list(Path(f"/proc/{pid}/fd").iterdir()) if path.is_symlink()]
+    targets = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        # A descriptor may be closed between the look at the folder and the look at it.
+        with contextlib.suppress(OSError):
+            targets.append(os.readlink(path))
     if connection.vendor == "sqlite":
         return any(str(connection.settings_dict["NAME"]) in target for target in targets)
     port = f":{int(connection.settings_dict['PORT']):04X}"
