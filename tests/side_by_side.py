@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
             for run in [run for run in runs if run.process.poll() is not None]:
                 runs.remove(run)
                 run.say()
-                codes[run.name.split()[0]].append(run.process.returncode)
+                codes[run.name.partition(",")[0]].append(run.process.returncode)
             time.sleep(0.2)
     finally:
         for run in runs:
