@@ -7,6 +7,7 @@ rest; on PostgreSQL each with a server of its own. What a run said is printed wh
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,8 @@ class Run:
 
 
 def main(arguments: list[str]) -> int:
+    # A shell that put this into the background made it, and so its children, deaf to Ctrl-C; tests send that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     runs = [start(name, command, environment) for name, command, environment in planned(arguments)]
     codes: dict[str, list[int]] = {"SQLite": [], "PostgreSQL": []}
     try:

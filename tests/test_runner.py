@@ -2190,7 +2190,7 @@ class TestConnection:
     def test_a_cut_connection_is_no_failure_of_the_step(
         self, patient: bool, second_connection: OtherConnection
     ) -> None:
-        """§5: an error of the database counts nothing."""
+        """§5: no failure; but the server stands, so the step may be the cause: it counts as an orphaning."""
 
         def step(ctx: Any) -> None:
             with ctx.fenced():
@@ -2204,8 +2204,8 @@ class TestConnection:
         job = start(made(step))
         result = run_slice(job, **({"keeper": KeptHolds()} if patient else {}))
         now = row(job)
-        assert (result.outcome, limits(job), now.lease_owner) == (Outcome.RETRY, (0, 0, 0, 0), None)
-        assert (now.next_run_at is not None, events(job), marks()) == (True, [], [])
+        assert (result.outcome, limits(job), now.lease_owner) == (Outcome.RETRY, (0, 1, 0, 0), None)
+        assert (now.next_run_at is not None, events(job), marks()) == (True, ["cut_off"], [])
 
     @pytest.mark.postgres_only
     def test_a_bug_that_looks_like_an_outage_is_counted(self) -> None:

@@ -48,6 +48,8 @@ def all_begun(process: Process, count: int) -> list[int]:
     """Wait until `count` workers are registered; their process ids."""
     wait_until(lambda: WorkerProcess.objects.count() == count or not process.running, 20, process.output)
     assert process.running, process.output
+    # A worker is registered a moment before it claims, and the supervisor hears of that a moment later.
+    time.sleep(1)
     return list(WorkerProcess.objects.values_list("pid", flat=True))
 
 
