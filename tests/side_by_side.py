@@ -19,15 +19,9 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = [
     "tests/operate",
-    "tests/programs",
-    "tests/test_commands.py",
-    "tests/test_demo.py",
     "tests/test_demo_commands.py",
     "tests/test_harness.py",
-    "tests/test_keeper.py",
     "tests/test_kill_import.py",
-    "tests/test_pause.py",
-    "tests/test_prune.py",
     "tests/test_worker.py",
 ]
 NO_TESTS = 5
