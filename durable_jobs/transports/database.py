@@ -99,7 +99,7 @@ class DatabaseTransport(BaseTransport):
         if now is None or (now.continuation_seq, now.redrives) != (job.continuation_seq, job.redrives):
             return State.UNKNOWN
         if now.next_run_at is not None:
-            return State.DELAYED if now.next_run_at > datetime.now(now.next_run_at.tzinfo) else State.WAITING
+            return State.DELAYED if now.next_run_at > store.now() else State.WAITING
         return {"running": State.ACTIVE, "completed": State.COMPLETED, "failed": State.FAILED}.get(
             now.status, State.UNKNOWN
         )

@@ -152,7 +152,7 @@ class _Bulk(Act):
             "--limit",
             type=arguments.whole(1, 10_000_000),
             metavar="N",
-            help="at most so many, oldest jobs first",
+            help="at most so many, oldest first; failed ones by when they failed",
         )
         parser.add_argument(
             "--yes", action="store_true", help="do it; without it filters only show what would be done"
