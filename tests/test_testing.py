@@ -126,7 +126,7 @@ class TestRun:
         assert "on_transition" in str(caught.value)
 
     def test_a_job_that_never_ends_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(testing, "MOST_SLICES", 20)
+        monkeypatch.setattr(testing.jobs, "MOST_SLICES", 20)
         with pytest.raises(AssertionError, match="20 slices"):
             run(made(lambda ctx: Yield()))
 
@@ -337,7 +337,7 @@ class TestInterruptions:
     def test_the_orders_are_for_this_thread_alone(self) -> None:
         seen: list[Any] = []
         with kill_after(1):
-            thread = threading.Thread(target=lambda: seen.append(testing._orders.kill_after))
+            thread = threading.Thread(target=lambda: seen.append(testing.jobs._orders.kill_after))
             thread.start()
             thread.join()
         assert seen == [None]

@@ -1,8 +1,4 @@
-"""For the tests of a project: run jobs here and now, interrupt them as a deploy does, kill them as a crash does.
-
-Everything works in Django's TestCase and in pytest-django's `db`. Signals and after-hooks run after commit, so
-there they need `captureOnCommitCallbacks(execute=True)`.
-"""
+"""Run jobs here and now, interrupt them as a deploy does, kill them as a crash does, make them in any status."""
 
 from __future__ import annotations
 
