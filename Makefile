@@ -10,7 +10,7 @@ ARGS ?=
 unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sqlite test-postgres test-e2e prove test-wheel test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
+.PHONY: help install test test-sqlite test-postgres test-e2e prove test-wheel test-tutorial test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
 
 help:  ## Explain the targets
 	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
@@ -58,6 +58,9 @@ endif
 
 test-wheel: install  ## Build the package, install it into an empty project, and use it there
 	env -u DATABASE_URL $(PY) -m tests.wheel_smoke
+
+test-tutorial: install  ## Follow docs/tutorial.md to the letter in an empty folder (ARGS='--python python3.13')
+	env -u DATABASE_URL $(PY) -m tests.tutorial $(ARGS)
 
 test-api-fuzz: install  ## Ask the REST API whatever its schema allows and forbids, as operator and as viewer (ARGS: --examples 50)
 	env -u DATABASE_URL $(PY) -m tests.api_fuzz $(ARGS)
