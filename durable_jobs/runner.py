@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, Final, TypeVar
+from uuid import UUID
 
 from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
@@ -47,7 +48,7 @@ from durable_jobs.keeper import Hold, Keeper
 from durable_jobs.kinds import KEEP, Cancelled, Done, Kind, Sentinel, Yield
 from durable_jobs.logs import log
 from durable_jobs.models import Job, Scope, Status
-from durable_jobs.store import Counts, Lease
+from durable_jobs.store import Answer, Counts, Lease
 
 PROGRESS_SECONDS: Final = 1.0
 """Progress that a step reports is written at most this often."""
@@ -57,7 +58,7 @@ IDLE_IN_FENCE: Final = "25P03"
 """The server ended a fence that had sent it nothing for too long (`lock_fence` sets that limit)."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.05, 2.0
 
-Answer = TypeVar("Answer")
+Returned = TypeVar("Returned")
 
 
 class Outcome(StrEnum):
@@ -239,10 +240,10 @@ class SliceContext:
         if took > LONG_FENCE_SECONDS:
             log("fenced_block_long", self.job, level=logging.WARNING, seconds=round(took, 3))
 
-    async def run_fenced(self, function: Callable[..., Answer], *args: Any) -> Answer:
+    async def run_fenced(self, function: Callable[..., Returned], *args: Any) -> Returned:
         """For async steps: call `function(*args)` inside `fenced()`, in the slice's own thread."""
 
-        def call() -> Answer:
+        def call() -> Returned:
             with self.fenced():
                 return function(*args)
 
@@ -403,6 +404,23 @@ class SliceContext:
             return
         if beat is None or not beat.mine:
             self._hold.observe(lost=True)
+
+
+def claim(job_id: UUID, seq: int, redrives: int, *, owner: str) -> Job | Answer | None:
+    """Claim the job of a delivery, as it is named by a message, for `run_slice`.
+
+    `store.BUSY`: somebody holds the row, or counts the running jobs of its kind, just now: ask again.
+    `store.FULL`: as many of its kind run in its scope as may (`max_running`); the row waits as it is: deliver
+    it again later. None: this delivery is refused for good. Raises `UnknownKind`.
+    """
+    job = store.get(job_id)
+    if job is None:
+        return None
+    kind = kinds.find(job.kind)
+    if kind is None:
+        raise UnknownKind(job.kind, kinds.names())
+    limit = store.limit_of(kind, job.scope)
+    return store.claim(job_id, seq, redrives, owner, kind.lease_seconds, limit=limit)
 
 
 def run_slice(
@@ -798,7 +816,7 @@ class _Slice:
     def _interrupted(self) -> bool:
         return self.hold.paused or (self.draining is not None and self.draining.is_set())
 
-    def _persist(self, write: Callable[[], Answer]) -> Answer:
+    def _persist(self, write: Callable[[], Returned]) -> Returned:
         """Write the outcome, again and again through an outage: finished work is not failed work.
 
         It ends when the database answers: the row is written, or it is somebody else's.

@@ -32,7 +32,7 @@ from durable_jobs import database
 from durable_jobs.conf import config
 from durable_jobs.database import OwnAtomic, Statement
 from durable_jobs.exceptions import ErrorFacts
-from durable_jobs.kinds import KEEP, Sentinel
+from durable_jobs.kinds import KEEP, Kind, Sentinel
 from durable_jobs.models import MANUAL_QUEUE, Job, JobEvent, Scope
 
 
@@ -40,10 +40,13 @@ class Answer(enum.Enum):
     """Answers beside a row and None."""
 
     BUSY = "busy"
+    FULL = "full"
 
 
 BUSY: Final = Answer.BUSY
-"""Somebody holds the row (or its lock key) just now: ask again."""
+"""Somebody holds the row (or its lock key, or counts for its limit) just now: ask again."""
+FULL: Final = Answer.FULL
+"""As many jobs run as may: it waits where it is; ask again later."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,14 @@ class Probe(NamedTuple):
 class Claimed(NamedTuple):
     job: Job
     run_at: datetime | None
+
+
+class Limit(NamedTuple):
+    """At most `most` running jobs with an owner: of one kind, by all its names, in one scope."""
+
+    names: tuple[str, ...]
+    scope: Scope
+    most: int
 
 
 class Beat(NamedTuple):
@@ -1034,19 +1045,41 @@ def _joining(using: str) -> Iterator[BaseDatabaseWrapper]:
 # --- claiming -------------------------------------------------------------------------------------------
 
 
-def claim(job_id: UUID, seq: int, redrives: int, owner: str, ttl: float) -> Job | Answer | None:
+def claim(
+    job_id: UUID, seq: int, redrives: int, owner: str, ttl: float, *, limit: Limit | None = None
+) -> Job | Answer | None:
     """pending, or running without owner → running, epoch + 1, attempts + 1, for this delivery's identity.
 
     Never looks at next_run_at's value (a delivery may come early) nor at any expiry. BUSY when the row is
-    still claimable but locked: ask again. None: refused for good.
+    still claimable but locked: ask again. FULL when it is, and the `limit` of its kind and scope is reached:
+    ask again later. None: refused for good.
     """
-    using = database.alias()
-    with database.statement(using, what="claim") as connection:
-        identity = {"id": job_id, "seq": seq, "redrives": redrives}
-        rows = _CLAIM.run(connection, **identity, owner=owner, ttl=ttl)
-        if rows:
-            return _one(connection, rows)
-        return BUSY if _STILL_CLAIMABLE.run(connection, **identity) else None
+    identity = {"id": job_id, "seq": seq, "redrives": redrives}
+    if limit is not None:
+        return _claim_within(limit, identity, owner, ttl)
+    with database.statement(database.alias(), what="claim") as connection:
+        return _claimed_by(connection, identity, owner, ttl)
+
+
+def _claim_within(limit: Limit, identity: Mapping[str, Any], owner: str, ttl: float) -> Job | Answer | None:
+    """The count and the claim are one transaction: it must see what the last holder of the lock has committed."""
+    with database.transaction(database.alias(), what="claim") as connection:
+        if not try_lock(capacity_lock(limit.names[0], limit.scope)):
+            refusal = BUSY
+        elif running_of_kind(limit.names, limit.scope) >= limit.most:
+            refusal = FULL
+        else:
+            return _claimed_by(connection, identity, owner, ttl)
+        return refusal if _STILL_CLAIMABLE.run(connection, **identity) else None
+
+
+def _claimed_by(
+    connection: BaseDatabaseWrapper, identity: Mapping[str, Any], owner: str, ttl: float
+) -> Job | Answer | None:
+    rows = _CLAIM.run(connection, **identity, owner=owner, ttl=ttl)
+    if rows:
+        return _one(connection, rows)
+    return BUSY if _STILL_CLAIMABLE.run(connection, **identity) else None
 
 
 def is_due(probes: Sequence[Probe], *, suspects: bool = True) -> bool:
@@ -1627,6 +1660,13 @@ def claim_limited(
 def capacity_lock(kind: str, scope: Scope) -> str:
     """The name of the lock under which running jobs of a kind and scope are counted."""
     return json.dumps(["durable_jobs", kind, scope.tenant, scope.organization])
+
+
+def limit_of(kind: Kind, scope: Scope) -> Limit | None:
+    """The limit of a kind in a scope; None: as many as there are."""
+    if kind.max_running is None:
+        return None
+    return Limit((kind.name, *kind.aliases), scope, kind.max_running)
 
 
 def _scope_key(scope: Scope) -> str:

@@ -14,6 +14,7 @@ from durable_jobs.kinds import Kind
 from durable_jobs.models import Job, Scope, Status, uuid7
 from durable_jobs.reconciler import Reconciler
 from durable_jobs.runner import SliceResult
+from durable_jobs.runner import claim as _claim
 from durable_jobs.runner import run_slice as _run_slice
 from durable_jobs.store import Lease, NewJob
 
@@ -72,15 +73,15 @@ def finish(job: Job) -> Job:
 def run_slice(job: Job) -> SliceResult:
     """Claim the job, whenever it is due, and run one slice of it here.
 
-    Raises `NotReclaimable` when it cannot be claimed (finished, held, paused, running elsewhere).
+    Raises `NotReclaimable` when it cannot be claimed (finished, held, paused, running elsewhere, or as many of
+    its kind running in its scope as may).
     """
     current = store.get(job.id)
     if current is None:
         raise NotReclaimable(job.id, "it is gone")
-    kind = kinds.get(current.kind)
-    claimed = store.claim(
-        current.id, current.continuation_seq, current.redrives, _owner(), kind.lease_seconds
-    )
+    claimed = _claim(current.id, current.continuation_seq, current.redrives, owner=_owner())
+    if claimed is store.FULL:
+        raise NotReclaimable(job.id, f"as many of {current.kind} run in its scope as may (max_running)")
     if not isinstance(claimed, Job):
         raise NotReclaimable(job.id, f"it is {current.status} and not free")
     draining = threading.Event()

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import UUID
 
 import pytest
 from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
 
-from durable_jobs import explain, kinds, receipts, service, store
-from durable_jobs.exceptions import InvalidInput
+from durable_jobs import explain, kinds, receipts, runner, service, store
+from durable_jobs.exceptions import InvalidInput, NotReclaimable
 from durable_jobs.kinds import Done, Kind
 from durable_jobs.manager import JobManager
-from durable_jobs.models import Job, Scope
+from durable_jobs.models import Job, Scope, uuid7
 from durable_jobs.receipts import Submission
 from durable_jobs.store import Lease
-from durable_jobs.testing import make_job, register_for_test
+from durable_jobs.testing import make_job, register_for_test, run_slice
 from durable_jobs.transports.database import Claimer
 from durable_jobs.worker import Worker
 from tests.connections import OtherConnection
@@ -264,37 +266,59 @@ sys.exit(churn(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
 
 
 def churn(threads: int, claims: int, name: str) -> int:
-    """Claim, look how many run, and let go, in so many threads until so many were claimed. 0 when all was well."""
-    guard, done, exceeded, until = threading.Lock(), [0], [0], time.monotonic() + 60
+    """Claim, look how many run, and let go, in so many threads until so many were claimed. 0 when all was well.
 
-    def work(owner: str) -> None:
+    Every other thread claims as a broker's deliveries do, by identity.
+    """
+    guard, done, exceeded, until = threading.Lock(), [0, 0], [0], time.monotonic() + 60
+
+    def poll(owner: str) -> Callable[[], list[Job]]:
         claimer = Claimer(owner)
+
+        def claimed() -> list[Job]:
+            claimer._full.clear()
+            claimer.heard(None)
+            return claimer.claim(3)
+
+        return claimed
+
+    def deliver(owner: str) -> Callable[[], list[Job]]:
+        def claimed() -> list[Job]:
+            waiting = list(Job.objects.filter(status="pending"))
+            job = random.choice(waiting)
+            answer = runner.claim(job.id, job.continuation_seq, job.redrives, owner=owner)
+            return [answer] if isinstance(answer, Job) else []
+
+        return claimed
+
+    def work(owner: str, way: int) -> None:
+        claim = (poll, deliver)[way](owner)
         try:
-            while done[0] < claims and time.monotonic() < until:
-                claimed = claimer.claim(3)
+            while min(done) < claims / 2 and time.monotonic() < until:
+                claimed = claim()
                 found = running() if claimed else 0
                 with guard:
-                    done[0] += len(claimed)
+                    done[way] += len(claimed)
                     exceeded[0] = max(exceeded[0], found)
                 for job in claimed:
                     store.yield_slice(Lease(job.id, owner, job.lease_epoch, 30))
-                claimer._full.clear()
-                claimer.heard(None)
                 time.sleep(0.001)
         finally:
             connection.close()
 
-    workers = [threading.Thread(target=work, args=[f"{name}:{number}"]) for number in range(threads)]
+    workers = [
+        threading.Thread(target=work, args=[f"{name}:{number}", number % 2]) for number in range(threads)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    print(f"{done[0]} claimed, at most {exceeded[0]} at once", flush=True)
-    return 0 if exceeded[0] <= 2 and done[0] >= claims else 1
+    print(f"{done} claimed, at most {exceeded[0]} at once", flush=True)
+    return 0 if exceeded[0] <= 2 and min(done) >= claims / 2 else 1
 
 
 def test_two_processes_and_twelve_threads_never_exceed_the_limit(limited: None, processes: Processes) -> None:
-    """P22: a limit of 2; one of the places is a dead lease's throughout."""
+    """P22: a limit of 2, by poll and by delivery; one of the places is a dead lease's throughout."""
     start(30)
     (corpse,) = Claimer("dead").claim(1)
     age(corpse.id, 3600)
@@ -307,6 +331,103 @@ def test_two_processes_and_twelve_threads_never_exceed_the_limit(limited: None, 
         assert child.wait(20) == 0, child.output
     assert most <= 2 and running() == 1
     assert sum(Job.objects.values_list("attempts", flat=True)) >= 50
+
+
+def deliver(job_id: UUID, owner: str = "broker") -> Any:
+    job = read(job_id)
+    return runner.claim(job.id, job.continuation_seq, job.redrives, owner=owner)
+
+
+def test_a_delivery_is_held_to_the_limit_too(limited: None) -> None:
+    """P22, C24: refused as full it waits as it was, and is found again when there is room."""
+    first, second, third = start(3)
+    (theirs,) = start(1, scope=OTHER)
+    for job_id in (first, second, theirs):
+        assert deliver(job_id).status == "running"
+    before = everything()
+    assert deliver(third) is store.FULL and everything() == before
+    done = read(first)
+    with transaction.atomic():
+        assert store.complete(Lease(first, "broker", done.lease_epoch, 30), None)
+    assert deliver(third).status == "running" and running() == 2
+
+
+def test_a_dead_lease_keeps_a_delivery_out(limited: None) -> None:
+    """A63; a job that waits for its retry has no owner, and its own place is not counted."""
+    first, second, third = start(3)
+    corpse = deliver(first)
+    age(corpse.id, 3600)
+    claimed = deliver(second)
+    assert deliver(third) is store.FULL
+    released = store.release_lease(Lease(second, "broker", claimed.lease_epoch, 30), 60)
+    assert released is not None and released.lease_owner is None
+    assert deliver(second).attempts == 2 and running() == 2
+
+
+def test_a_delivery_that_is_owed_nothing_is_refused_however_full_its_kind_is(limited: None) -> None:
+    """B43: full says "later", and a stale delivery must not come back for ever."""
+    first, second, third = start(3)
+    stale, ended_job = read(third), make_job("completed", kind=Limited, scope=HOME)
+    deliver(first), deliver(second)
+    service.cancel(third, scope=HOME)
+    for job in (stale, ended_job, read(first)):
+        assert runner.claim(job.id, job.continuation_seq, job.redrives, owner="late") is None
+    assert runner.claim(uuid7(), 0, 0, owner="late") is None
+    (waiting,) = start(1)
+    assert runner.claim(waiting, 1, 0, owner="late") is None
+    service.pause(kind=Limited.name, reason="deploy", actor="anna")
+    assert deliver(waiting) is None
+
+
+@pytest.mark.postgres_only
+def test_a_delivery_does_not_wait_for_somebody_elses_count(
+    limited: None, second_connection: OtherConnection
+) -> None:
+    """P22: busy says "at once again"; what is refused for good is refused all the same."""
+    (job_id,) = start(1)
+    done = make_job("completed", kind=Limited, scope=HOME)
+    second_connection.enter(transaction.atomic())
+    second_connection.run(store.wait_lock, store.capacity_lock(Limited.name, HOME))
+    began = time.monotonic()
+    assert deliver(job_id) is store.BUSY and deliver(done.id) is None
+    assert time.monotonic() - began < 1
+    second_connection.leave()
+    assert deliver(job_id).status == "running"
+
+
+@pytest.mark.postgres_only
+def test_a_row_that_somebody_holds_is_busy_not_full(
+    limited: None, second_connection: OtherConnection
+) -> None:
+    """P17."""
+    (job_id,) = start(1)
+    second_connection.enter(transaction.atomic())
+    second_connection.run(lambda: Job.objects.select_for_update().get(pk=job_id))
+    assert deliver(job_id) is store.BUSY
+    second_connection.leave()
+
+
+def test_the_test_kit_is_held_to_the_limit(limited: None) -> None:
+    """`run_slice` claims by identity."""
+    for _ in range(2):
+        make_job("running", kind=Limited, scope=HOME)
+    (job_id,) = start(1)
+    with pytest.raises(NotReclaimable, match="max_running"):
+        run_slice(read(job_id))
+    assert read(job_id).status == "pending"
+
+
+def test_a_delivery_of_a_kind_without_limit_pays_nothing(
+    limited: None,
+) -> None:
+    """One look at the row, one statement that claims."""
+    (job_id,) = start(1, kind=Free)
+    with CaptureQueriesContext(connection) as captured:
+        assert runner.claim(job_id, 0, 0, owner="w").status == "running"  # type: ignore[union-attr]
+    on_jobs = [query["sql"] for query in captured.captured_queries if "durable_jobs_job" in query["sql"]]
+    assert len(on_jobs) == 2 and not any("count(*)" in sql for sql in on_jobs)
+    if connection.vendor == "postgresql":
+        assert len(captured.captured_queries) == 2
 
 
 def test_a_worker_runs_a_limited_kind_to_its_end() -> None:
