@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -59,6 +59,12 @@ IDLE_IN_FENCE: Final = "25P03"
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.05, 2.0
 
 Returned = TypeVar("Returned")
+
+
+Observer = Callable[[Kind, Job], "AbstractContextManager[Callable[[SliceResult], None]]"]
+"""Entered around each slice; what it yields is called with the slice's result."""
+observers: list[Observer] = []
+"""Those who watch this process's slices, such as metrics and traces."""
 
 
 class Outcome(StrEnum):
@@ -449,10 +455,21 @@ def run_slice(
     if draining is not None and draining.is_set():
         hold.stop.set()
     try:
-        return _Slice(kind, job, hold, keeper, draining, on_commit).run()
+        return _observed(kind, job, _Slice(kind, job, hold, keeper, draining, on_commit).run)
     finally:
         if keeper is not None:
             keeper.let_go(hold)
+
+
+def _observed(kind: Kind, job: Job, run: Callable[[], SliceResult]) -> SliceResult:
+    if not observers:
+        return run()
+    with ExitStack() as entered:
+        told = [entered.enter_context(observe(kind, job)) for observe in observers]
+        result = run()
+        for tell in told:
+            tell(result)
+    return result
 
 
 class _Slice:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from durable_jobs import database, kinds, store
+from durable_jobs.logs import tell
 from durable_jobs.management.arguments import here
 from durable_jobs.models import MANUAL_QUEUE
 from durable_jobs.supervisor import Line, Supervisor, drain_on_change, has_checked
@@ -89,6 +90,16 @@ class Command(BaseCommand):
             help="end when nothing is due, running or waiting for a retry (what is scheduled for later may stay)",
         )
 
+        parser.add_argument(
+            "--metrics",
+            type=_address,
+            metavar="[HOST:]PORT",
+            help=(
+                "answer Prometheus there; with --processes each process at the next port (default host: 127.0.0.1; "
+                "needs the extra prometheus)"
+            ),
+        )
+
     def execute(self, *args: Any, **options: Any) -> Any:
         if has_checked(options):
             self.requires_system_checks = []
@@ -100,6 +111,9 @@ class Command(BaseCommand):
         line = Line.of_this_process()
         if line is None and (options["processes"] or options["reload"]):
             self._supervise(options)
+        if options["metrics"]:
+            host, port = options["metrics"]
+            serve_metrics(host, port, options["processes"] or 1)
         worker = Worker(
             queues=options["queues"],
             kinds=options["kinds"],
@@ -154,6 +168,23 @@ def _queues_with_rows() -> set[str]:
         return set()
 
 
+def serve_metrics(host: str, port: int, processes: int) -> None:
+    """Answer Prometheus at the first free one of as many ports as there are processes."""
+    try:
+        from durable_jobs import metrics
+    except ImportError as error:
+        raise CommandError(
+            f"--metrics needs the package prometheus-client ({error}): pip install 'durable-jobs[prometheus]'"
+        ) from error
+    last = port + processes - 1
+    try:
+        served = metrics.serve(host, range(port, last + 1))
+    except OSError as error:
+        ports = f"ports {port} to {last}" if processes > 1 else f"port {port}"
+        raise CommandError(f"--metrics: no free one at {host}, {ports}: {error}. Name another.") from error
+    tell(logging.getLogger("durable_jobs.worker"), logging.INFO, "metrics_served", host=host, port=served)
+
+
 def log_to_stderr_by_default(verbosity: int) -> None:
     """Show the package's log on stderr, unless the project has configured a handler that gets it."""
     package = logging.getLogger("durable_jobs")
@@ -183,6 +214,11 @@ def _processes(text: str) -> int:
 
 def _seconds(text: str) -> float:
     return _number(text, 0, LONGEST_DRAIN, float)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]") or "127.0.0.1", int(_number(port, 1, 65_535 - MOST_PROCESSES, int))
 
 
 def _number(text: str, least: float, most: float, convert: type) -> float:
