@@ -49,6 +49,7 @@ INSTALLED_APPS = [
     "durable_jobs",
     "project.demo",
     "tests",
+    "tests.pages.shop",
     "tests.programs.imports",
     "tests.programs.mailings",
     "tests.programs.orders",
