@@ -10,7 +10,7 @@ ARGS ?=
 unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sqlite test-postgres test-e2e prove test-wheel test-tutorial test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
+.PHONY: help install test test-sqlite test-postgres test-e2e prove test-tasks test-wheel test-tutorial test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
 
 help:  ## Explain the targets
 	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
@@ -56,6 +56,9 @@ else
 	DURABLE_JOBS_PROVE=1 $(PY) -m tests.postgres run -- $(PY) -m pytest tests/operate $(ARGS)
 endif
 
+test-tasks: install  ## Run the tests of the tasks' backend on this Django and, where a Python 3.12 is, on Django 6
+	env -u DATABASE_URL $(PY) -m tests.tasks $(ARGS)
+
 test-wheel: install  ## Build the package, install it into an empty project, and use it there
 	env -u DATABASE_URL $(PY) -m tests.wheel_smoke
 
@@ -93,6 +96,6 @@ serve: install  ## Start the demo site and a worker, and print address and login
 	@$(PY) manage.py serve $(ARGS)
 
 clean:  ## Remove the environment, what was built, and the demo's data
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo .serve media
+	rm -rf $(VENV) .venv-django6 build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo .serve media
 	rm -f *.sqlite3 *.sqlite3-*
 	find . -name __pycache__ -prune -exec rm -rf {} +

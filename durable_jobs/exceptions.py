@@ -501,6 +501,45 @@ class NoFurtherAttempts(DurableJobsError):
         super().__init__(f"No further attempts: {reason}.")
 
 
+# What the result of a task tells (`durable_jobs.tasks`)
+
+
+class TaskNotLoaded(DurableJobsError):
+    """The task of a stored result is not in this process's code, or its backend or queue not in TASKS.
+
+    Transient: during a deploy a newer process may have it.
+    """
+
+    code = "task_not_loaded"
+    durable_jobs_class = ErrorClass.TRANSIENT
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path, self.problem = path, problem
+        super().__init__(
+            f"The task {shown(path)} cannot be loaded: {problem}. Put it back under this name, or cancel the job."
+        )
+
+
+class TaskCancelled(DurableJobsError):
+    """A person cancelled the task's job. Never raised: it stands in the result's `errors`."""
+
+    code = "task_cancelled"
+
+    def __init__(self, job_id: UUID | str) -> None:
+        self.job_id = job_id
+        super().__init__(f"Job {job_id} was cancelled.")
+
+
+class WorkerLost(DurableJobsError):
+    """The worker died, or was cut off, while it ran the task. Never raised: it stands in the result's `errors`."""
+
+    code = "worker_lost"
+
+    def __init__(self, worker: str, problem: str = "") -> None:
+        self.worker, self.problem = worker, problem
+        super().__init__(problem or f"The worker {worker} was lost while it ran the task.")
+
+
 # Reading errors
 
 

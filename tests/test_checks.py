@@ -22,6 +22,8 @@ from durable_jobs.kinds import Done, Kind
 from tests.postgres import ROOT
 
 CHECKS_PAGE = ROOT / "docs" / "checks.md"
+CHECKS = Path(checks.__file__).read_text()
+TASKS_BACKEND = (ROOT / "durable_jobs" / "tasks" / "backend.py").read_text()
 SQLITE = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "jobs.sqlite3"}}
 GOOD_OPTIONS = {
     "transaction_mode": "IMMEDIATE",
@@ -486,11 +488,11 @@ class TestScopes:
 
 class TestPage:
     def test_every_id_is_explained_and_every_explained_id_exists(self):
-        code = set(re.findall(r"durable_jobs\.[EW]\d{3}", Path(checks.__file__).read_text()))
+        code = set(re.findall(r"durable_jobs\.[EW]\d{3}", CHECKS + TASKS_BACKEND))
         page = set(re.findall(r"^### durable_jobs\.([EW]\d{3})\b", CHECKS_PAGE.read_text(), re.MULTILINE))
         assert {id.removeprefix("durable_jobs.") for id in code} == page
 
     def test_every_id_is_triggered_by_a_test(self):
-        code = set(re.findall(r"durable_jobs\.([EW]\d{3})", Path(checks.__file__).read_text()))
+        code = set(re.findall(r"durable_jobs\.([EW]\d{3})", CHECKS))
         tests = set(re.findall(r"def test_([ew]\d{3})_", Path(__file__).read_text()))
         assert {id.lower() for id in code} == tests
