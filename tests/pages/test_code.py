@@ -21,6 +21,7 @@ from tests.postgres import ROOT
 OF_THEIR_OWN = {
     "admin",
     "checks",
+    "django_tasks",
     "monitoring",
     "programs",
     "receipts",
