@@ -14,8 +14,18 @@ from durable_jobs.logs import tell
 
 logger = logging.getLogger("durable_jobs.connection")
 
-KEEPALIVES = {"keepalives": 1, "keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
-"""A peer that vanished is noticed within a minute instead of hours."""
+KEEPALIVES = {
+    "keepalives": 1,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
+"""A peer that vanished is noticed within a minute instead of hours.
+
+Keepalives alone would not do: they are not sent while a statement is on its way, and the kernel goes on sending
+that one for a quarter of an hour.
+"""
 CONNECT_TIMEOUT = 5
 GIVE_WAY_SECONDS = 1.0
 _GIVEN = "_durable_jobs_given_settings"

@@ -18,6 +18,7 @@ from uuid import UUID
 
 from django.db import connections
 
+from durable_jobs import connection as own_connection
 from durable_jobs import store
 from durable_jobs.logs import tell
 from durable_jobs.outage import Outage
@@ -200,6 +201,7 @@ class Keeper:
 
     def _run(self) -> None:
         try:
+            own_connection.own("keeper")
             while not self._stopping.is_set():
                 try:
                     self._wait()

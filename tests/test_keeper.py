@@ -357,6 +357,18 @@ def test_a_keeper_that_is_stopped_closes_its_connection(monkeypatch: pytest.Monk
     assert made[0].connection is None
 
 
+@pytest.mark.postgres_only
+def test_its_connection_is_its_own_and_notices_a_peer_that_vanished(keeper: Keeper) -> None:
+    """P10: a beat that is on its way to nobody must end long before the lease does."""
+    hold = claimed()
+    keeper.hold(hold)
+    look(keeper)
+    assert own_connection.KEEPALIVES["tcp_user_timeout"] <= 30_000
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE application_name = 'durable_jobs keeper'")
+        assert cursor.fetchone() == (1,)
+
+
 def test_an_outage_shorter_than_the_lease_loses_nothing(
     postgres_server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
