@@ -45,6 +45,10 @@ REST_SECONDS = 0.11
 """A little longer than the longest nap of SQLite's busy handler (100 ms)."""
 
 
+class FileLocked(OperationalError):
+    """SQLite's file stayed locked for longer than a transaction of this package waits."""
+
+
 def alias() -> str:
     """The database alias that job rows are written to."""
     return router.db_for_write(apps.get_model("durable_jobs", "Job"))
@@ -163,7 +167,7 @@ class WriterLock:
                             self._held, self._holder, self._since = True, threading.get_ident(), now
                             return
                     if now >= deadline:
-                        raise OperationalError("database is locked (by writers of this process)")
+                        raise FileLocked("database is locked (by writers of this process)")
                     left = deadline - now
                     self._condition.wait(min(pause, left) if pause > 0 else left)
             finally:
@@ -263,9 +267,10 @@ def _begin_on(connection: Any, using: str, deadline: float, urgent: bool) -> Own
                 block.__enter__()
                 return block
             except OperationalError as error:
-                in_vain = time.monotonic() >= deadline or _reads_an_old_snapshot(connection, error)
-                if in_vain or not is_locked(error):
+                if not is_locked(error) or _reads_an_old_snapshot(connection, error):
                     raise
+                if time.monotonic() >= deadline:
+                    raise FileLocked(*error.args) from error.__cause__
             time.sleep(URGENT_RETRY_SECONDS if urgent else BEGIN_RETRY_SECONDS)
     finally:
         connection.transaction_mode = mode

@@ -647,6 +647,8 @@ class _Slice:
     def _is_outage(self, error: BaseException, cut_off: bool) -> bool:
         """Whether the jobs' database is at fault: the same error comes from a cursor used after its end, and
         from a database of somebody else, and those must be counted."""
+        if isinstance(error, database.FileLocked):
+            return True
         if not database.is_outage(error) or database.is_locked(error):
             return False
         if database.sqlstate(error) == IDLE_IN_FENCE:
