@@ -33,6 +33,7 @@ from durable_jobs.exceptions import HookFailed
 from durable_jobs.kinds import Kind
 from durable_jobs.logs import log
 from durable_jobs.models import Job
+from durable_jobs.outage import Outage
 from durable_jobs.store import Orphan, Waiting
 
 SLOW_WRITE: Final = 1.0
@@ -185,6 +186,7 @@ class Reconciler:
         self._unknown: set[str] = set()
         self._ended_at: float | None = None
         self._forgot_at: float | None = None
+        self._outage = Outage("reconciler")
 
     def tick(self, *, batch: int = 100, tenant: str | None = None) -> Report:
         """Make one pass over all rows, read `batch` at a time; over one tenant's where one is given.
@@ -199,9 +201,13 @@ class Reconciler:
             self._settle_cancels(this, batch, tenant)
             self._repair_orphans(this, batch, tenant)
             self._forget_what_is_gone(this)
+            self._outage.over()
         except Error as error:
             this.report.errors += 1
-            log("reconcile_pass_failed", level=logging.ERROR, owner=self.owner, error=error)
+            if database.is_outage(error):
+                self._outage.seen(error)
+            else:
+                log("reconcile_pass_failed", level=logging.ERROR, owner=self.owner, error=error)
             self._void("database_error")
             database.drop_broken(database.alias())
         finally:

@@ -361,8 +361,10 @@ def test_a_lost_connection_voids_what_was_seen_and_the_next_pass_has_a_new_one(
     cut(second_connection)
     report = mender.tick()
     assert (report.scanned, report.errors) == (0, 1)
-    assert logged(caplog, "reconcile_pass_failed")
+    [line] = logged(caplog, "database_unavailable")
+    assert line.part == "reconciler" and line.exc_info is None
     assert mender.tick().sighted == 1
+    assert logged(caplog, "working_again")
     clock.skip(GRACE + 1)
     assert mender.tick().redriven == 1
     assert now(job).status == "pending"
