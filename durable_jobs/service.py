@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -55,6 +55,7 @@ __all__ = [
     "Scope",
     "Started",
     "cancel",
+    "cancel_subject",
     "candidates",
     "get",
     "pause",
@@ -290,6 +291,28 @@ def cancel(
         return store.get(job.id) or job
     transports.current().withdraw(ended)
     return ended
+
+
+def cancel_subject(
+    subject: Model,
+    *,
+    actor: Any = "",
+    reason: str = "",
+    operation: str | None = None,
+    scope: Scope | AllScopes | None = None,
+) -> list[Job]:
+    """Ask for the end of every job of a saved model instance that has not ended, and give them as they then are.
+
+    For a cancel that is made on the project's own row. A row without such a job gives an empty list. Jobs that
+    end meanwhile are left out; otherwise as `cancel`, in the order of their ids, and one that raises `Busy` ends
+    the call.
+    """
+    jobs = Job.objects.using(database.alias()).for_subject(subject).filter(finished_at__isnull=True)
+    cancelled = []
+    for job_id in jobs.order_by("id").values_list("id", flat=True):
+        with suppress(NotFound, NotCancellable):
+            cancelled.append(cancel(job_id, actor=actor, reason=reason, operation=operation, scope=scope))
+    return cancelled
 
 
 def redrive(
