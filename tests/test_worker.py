@@ -448,26 +448,6 @@ def test_of_many_processes_exactly_one_runs_each_job(start_worker: Start) -> Non
     assert set(Job.objects.values_list("status", "attempts")) == {("completed", 1)}
 
 
-def test_it_survives_a_restart_of_the_database(
-    start_worker: Start, processes: Processes, postgres_server: Server
-) -> None:
-    working, idle = job("patient", 6), start_worker("--concurrency", "2")
-    begun(working)
-    connections.close_all()
-    postgres_server.stop("immediate")
-    time.sleep(2)
-    postgres_server.start()
-    after = job("quick")
-    wait_for(after, "completed", 5)
-    assert wait_for(working, "completed", 15).consecutive_failures == 0
-    assert now(working).redrives == 0
-    assert idle.running
-    for part in ("claims", "listener"):
-        assert idle.output.count(f"database_unavailable part={part}") == 1, idle.output
-    idle.terminate()
-    assert idle.wait(10) == 0, idle.output
-
-
 def test_it_survives_cut_connections_without_a_flood_of_new_ones(
     start_worker: Start, postgres_server: Server
 ) -> None:
@@ -516,34 +496,6 @@ def test_connections_are_few_named_and_kept(start_worker: Start) -> None:
     assert {name: pid for name, pid in second.items() if name in first} == first
     process.terminate()
     assert process.wait(10) == 0
-
-
-@pytest.mark.postgres_only
-def test_a_read_only_server_is_waited_for(start_worker: Start) -> None:
-    process = start_worker()
-    process.wait_for_output("worker_started")
-    with connection.cursor() as cursor:
-        name = connection.settings_dict["NAME"]
-        cursor.execute(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on')
-        try:
-            cursor.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                " WHERE application_name LIKE 'durable_jobs %'"
-            )
-            one = job("quick")
-            process.wait_for_output("database_unavailable")
-            time.sleep(1)
-            assert process.running
-        finally:
-            cursor.execute("SET default_transaction_read_only = off")
-            cursor.execute(f'ALTER DATABASE "{name}" RESET default_transaction_read_only')
-            cursor.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                " WHERE application_name LIKE 'durable_jobs %'"
-            )
-    assert wait_for(one, "completed", 10).consecutive_failures == 0
-    process.terminate()
-    assert process.wait(10) == 0, process.output
 
 
 @pytest.mark.sqlite_only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -114,6 +115,41 @@ class Nap(OperateKind):
 
 
 @register
+class Fragile(Patient):
+    """The same as patient, but its first failure is its last."""
+
+    name = "operate.fragile"
+    retry = Retry(failures=1)
+
+
+@register
+class Fencing(OperateKind):
+    """Stands inside a fence for `input` seconds, and says so."""
+
+    name = "operate.fencing"
+
+    def step(self, ctx: SliceContext) -> Done:
+        with ctx.fenced():
+            print("inside", flush=True)
+            time.sleep(ctx.input)
+            ctx.save_checkpoint(1)
+        return Done()
+
+
+@register
+class Deaf(OperateKind):
+    """Sleeps for `input` seconds in C and keeps the interpreter: no other thread of its process runs."""
+
+    name = "operate.deaf"
+    lease_seconds = 60
+
+    def step(self, ctx: SliceContext) -> Done:
+        ctx.record("ran", data={"pid": os.getpid()})
+        ctypes.PyDLL(None).sleep(ctx.input)
+        return Done()
+
+
+@register
 class Fatal(OperateKind):
     """Ends its own process, in turn by SIGKILL and by leaving."""
 
@@ -193,4 +229,4 @@ def move(shipment: str | None) -> None:
     parcel.save()
 
 
-KINDS = (Quick, Patient, Lasting, Quiet, Nap, Fatal, Hang, Ship, Sink)
+KINDS = (Quick, Patient, Lasting, Quiet, Nap, Fragile, Fencing, Deaf, Fatal, Hang, Ship, Sink)

@@ -222,6 +222,21 @@ def test_a_second_signal_leaves_at_once_and_takes_the_processes_along(start_work
     wait_until(lambda: not any(lives(pid) for pid in pids), 2, "a process lives on")
 
 
+def test_a_step_that_blocks_in_c_and_keeps_the_interpreter_cannot_hold_up_a_stop(start_worker: Start) -> None:
+    """C036, C067: such a process hears no signal itself and renews no lease; its supervisor ends it."""
+    one = start("deaf", 60)
+    process = start_worker("--processes", "1", "--concurrency", "1", "--drain-timeout", "60")
+    begun(one)
+    pid = holder(one)
+    process.terminate()
+    process.wait_for_output("draining 1 process")
+    # Two signals within half a second count as one.
+    time.sleep(0.7)
+    process.terminate()
+    assert process.wait(5) == 128 + signal.SIGTERM, process.output
+    wait_until(lambda: not lives(pid), 2, "it lives on")
+
+
 def test_a_process_that_does_not_end_is_killed_after_the_drain(
     start_worker: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
