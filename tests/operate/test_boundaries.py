@@ -313,6 +313,7 @@ def test_a_batch_that_dies_at_any_statement_is_repaired_and_applied_once(batches
         assert events(job).count("item_skipped") == 1, position
 
 
+@proof
 def test_a_pass_over_a_table_that_dies_at_any_statement_takes_each_row_once(
     batches_registered: None,
 ) -> None:
