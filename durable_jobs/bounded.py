@@ -27,6 +27,8 @@ SLACK_SECONDS: Final = 0.02
 """How far beyond the deadline an installed bound may reach before it is tightened."""
 IDLE_SECONDS: Final = 1.0
 """Beyond the deadline; then PostgreSQL ends a session that died in the middle and keeps its locks."""
+LONGEST_MILLISECONDS: Final = 2**31 - 1
+"""What PostgreSQL takes: three weeks and a bit."""
 _TIMED_OUT: Final = ("55P03", "57014")
 _IN_TRANSACTION: Final = 2  # libpq's PQTRANS_INTRANS
 
@@ -157,6 +159,8 @@ def _on_postgresql(bounded: Bounded, using: str, snapshot: bool) -> Iterator[Non
     with database.OwnAtomic(using, savepoint=True, durable=False):
         if snapshot and not nested:
             _ask(bounded, "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+        elif not nested:
+            database.see_every_commit(bounded.connection)
         policy = _Policy(bounded, nested)
         with bounded.connection.execute_wrapper(policy.tighten):
             yield
@@ -179,7 +183,7 @@ class _Policy:
         bounded.require_time()
         if not nested:
             idle = (bounded.deadline - time.monotonic() + IDLE_SECONDS) * 1000
-            _ask(bounded, _SET_IDLE, str(max(1, math.ceil(min(idle, idle_ms or math.inf)))))
+            _ask(bounded, _SET_IDLE, str(_whole(min(idle, idle_ms or math.inf))))
 
     def tighten(self, execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
         """Before each statement: no time left means no statement; a bound that reaches too far is narrowed."""
@@ -197,7 +201,7 @@ class _Policy:
 
     def _install(self) -> None:
         left = max(0.0, self._bounded.deadline - time.monotonic()) * 1000
-        milliseconds = [max(1, math.ceil(min(left, limit))) for limit in self._limits]
+        milliseconds = [_whole(min(left, limit)) for limit in self._limits]
         answer = _ask(self._bounded, _SET_POLICY, *(str(number) for number in milliseconds))
         self._require_ours(answer)
         self._ours, self._until = answer[2:4], max(milliseconds) / 1000
@@ -205,6 +209,10 @@ class _Policy:
     def _require_ours(self, found: Any) -> None:
         if tuple(found[:2]) != tuple(self._ours):
             raise LockPolicyConflict(self._ours, tuple(found[:2]))
+
+
+def _whole(milliseconds: float) -> int:
+    return max(1, math.ceil(min(milliseconds, LONGEST_MILLISECONDS)))
 
 
 def _ask(bounded: Bounded, sql: str, *values: str) -> Any:
@@ -225,21 +233,26 @@ def _on_sqlite(bounded: Bounded, using: str, snapshot: bool) -> Iterator[None]:
     raw = connection.connection
     before = _busy_timeout(raw)
     left = bounded.deadline - time.monotonic()
-    committed, ours = False, before
+    committed, ours = False, [before]
+
+    def narrow() -> None:
+        ours.append(math.floor(max(0.0, min(ours[-1], (bounded.deadline - time.monotonic()) * 1000))))
+        _set_busy_timeout(raw, ours[-1])
+
     try:
         with _reading(connection, using) if snapshot else _writing(using, bounded.what, before, left):
-            ours = min(before, max(0, math.floor((bounded.deadline - time.monotonic()) * 1000)))
-            _set_busy_timeout(raw, ours)
+            narrow()
             yield
-            if _busy_timeout(raw) != ours:
-                raise LockPolicyConflict(ours, _busy_timeout(raw))
+            if _busy_timeout(raw) != ours[-1]:
+                raise LockPolicyConflict(ours[-1], _busy_timeout(raw))
+            narrow()  # without a write-ahead log a COMMIT waits for those who read
             bounded.require_commit()
         committed = True
     except BaseException as error:
-        _restore(raw, before, ours, bounded, error)
+        _restore(raw, ours, bounded, error)
         raise
     if committed:
-        _restore(raw, before, ours, bounded, None)
+        _restore(raw, ours, bounded, None)
 
 
 @contextmanager
@@ -273,11 +286,14 @@ def _set_busy_timeout(raw: Any, milliseconds: int) -> None:
     raw.execute(f"PRAGMA busy_timeout = {milliseconds}")
 
 
-def _restore(raw: Any, before: int, ours: int, bounded: Bounded, failure: BaseException | None) -> None:
-    """Put the earlier policy back if ours still stands; a failure to do so undoes nothing that was committed."""
+def _restore(raw: Any, ours: list[int], bounded: Bounded, failure: BaseException | None) -> None:
+    """Put the earlier policy, the first of `ours`, back if one of ours still stands.
+
+    A failure to do so undoes nothing that was committed.
+    """
     try:
-        if _busy_timeout(raw) == ours:
-            _set_busy_timeout(raw, before)
+        if _busy_timeout(raw) in ours:
+            _set_busy_timeout(raw, ours[0])
     except Exception as error:
         sentence = f"the connection's lock policy could not be put back: {error}"
         if failure is None:

@@ -307,6 +307,21 @@ def joined(using: str, *, timeout: float | None = None) -> Iterator[BaseDatabase
         yield connection
 
 
+def see_every_commit(connection: BaseDatabaseWrapper) -> None:
+    """As the first statement of our own transaction: READ COMMITTED, whatever the project's default is.
+
+    What is counted under a lock, or read again to find a change, must not come from a snapshot of before. In a
+    transaction that is not ours to set up (TestCase's) nothing is done.
+    """
+    if connection.vendor != "postgresql" or len(connection.atomic_blocks) > 1:
+        return
+    from django.db.backends.postgresql.psycopg_any import IsolationLevel
+
+    if connection.settings_dict["OPTIONS"].get("isolation_level") != IsolationLevel.READ_COMMITTED:
+        with connection.cursor() as cursor:
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+
+
 def is_locked(error: BaseException) -> bool:
     """Whether SQLite said that somebody else holds the file."""
     # PostgreSQL says "blocked by process …" of a deadlock, with a state of its own.

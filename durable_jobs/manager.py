@@ -46,7 +46,7 @@ __all__ = ["Aborted", "Executor", "ExecutorContext", "JobManager", "Submission"]
 
 LISTED: Final = 200
 RETRY_SECONDS: Final = 0.05
-"""Until a beat is tried again that the database did not answer."""
+"""Until a beat is tried again that met a locked row, or that the database did not answer."""
 
 
 @dataclass(frozen=True)
@@ -356,6 +356,10 @@ class JobManager:
         sent = time.monotonic()
         try:
             job = store.renew(run.lease)
+            if isinstance(job, store.Answer):
+                # Somebody holds the row, perhaps the executor for its receipt: the others must not wait for it.
+                run.next_beat = sent + min(RETRY_SECONDS, self._interval)
+                return
             if job is None:
                 if self._runs.get(run.lease.job_id) is not run or self._has_ended(run.lease):
                     run.kept = False

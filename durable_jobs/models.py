@@ -468,7 +468,8 @@ class Job(ReadOnlyRow):
     @property
     def is_authentic(self) -> bool:
         """Whether the stored input is there and is the one that the job was made with, byte for byte."""
-        return self.input_text is not None and _sha256(self.input_text) == self.input_sha256
+        # SQLite lets a database shell put bytes there.
+        return isinstance(self.input_text, str) and _sha256(self.input_text) == self.input_sha256
 
     def ownership_at(self, now: datetime) -> Ownership:
         """Who may write the job, judged at `now` (the database's time), whatever its status says."""

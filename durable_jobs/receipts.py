@@ -44,6 +44,7 @@ from durable_jobs.exceptions import (
     ScopeMismatch,
     clean,
     cut,
+    describe,
 )
 from durable_jobs.logs import log
 from durable_jobs.models import MANUAL_QUEUE, Job, Scope, Status, note_diagnostic, uuid7
@@ -100,6 +101,11 @@ class Limits:
     items: int | None = None
     bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        for name, most in (("items", self.items), ("bytes", self.bytes)):
+            if most is not None:
+                _amount(f"limits.{name}", most)
+
 
 class _Used:
     def __init__(self) -> None:
@@ -133,7 +139,7 @@ class Fence:
 class ExecutionContext:
     """For whom, for what and until when one call works. Frozen: authority is carried, never ambient.
 
-    `deadline` is a time of this process's `time.monotonic()` and is never renewed. `stop` asks the call to end
+    `deadline` is a time of this process's `time.monotonic()` and is never renewed; `math.inf` is none. `stop` asks the call to end
     without a commit. `fence` is there once a lease is held (`with_fence`). `limits` is what may be read.
     """
 
@@ -163,6 +169,12 @@ class ExecutionContext:
             raise InvalidInput(
                 "deadline", self.deadline, "is not a time", "Pass time.monotonic() plus the seconds allowed."
             )
+        if not callable(getattr(self.stop, "is_set", None)):
+            raise InvalidInput("stop", self.stop, "is not an event", "Pass a threading.Event.")
+        if not isinstance(self.fence, Fence | None):
+            raise InvalidInput("fence", self.fence, "is not a Fence", "Use ctx.with_fence(lease).")
+        if not isinstance(self.limits, Limits):
+            raise InvalidInput("limits", self.limits, "is not Limits", "Pass Limits(items, bytes).")
 
     def check_active(self) -> None:
         """Raise `DeadlineExceeded` past the deadline, `LeaseLostError` when the caller was asked to stop."""
@@ -179,6 +191,8 @@ class ExecutionContext:
 
     def consume(self, *, items: int = 0, bytes: int = 0) -> None:
         """Charge what is about to be read; raises `InvalidInput` beyond `limits`, and charges nothing then."""
+        _amount("items", items)
+        _amount("bytes", bytes)
         with self._used.guard:
             for name, used, more, most in (
                 ("items", self._used.items, items, self.limits.items),
@@ -383,13 +397,10 @@ def finalize_atomically(
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        late = time.monotonic()
-        code = getattr(error, "code", None)
+        facts, late = describe(error), time.monotonic()
+        exceeded = isinstance(ctx, ExecutionContext) and late >= ctx.deadline
         return PendingFinalization(
-            clean(f"{type(error).__name__}: {error}"),
-            late - started,
-            late >= getattr(ctx, "deadline", late),
-            code if isinstance(code, str) else None,
+            f"{type(error).__name__}: {facts.message}", late - started, exceeded, facts.code
         )
     now = time.monotonic()
     return Finalized(receipt, now - started, now >= ctx.deadline, cleanup_error)
@@ -447,7 +458,7 @@ def retry_atomically(
     keeps its history, and returns a receipt, a text of JSON. It must leave the job's row as it is. Then the job
     is claimed: epoch and attempts grow, its outcome and a cancel request are cleared, checkpoint and input stay.
     No domain work is applied again. A kind's `on_redrive` runs in the same transaction. `max_running` bounds
-    the running jobs of the kind in the scope (default: the kind's own limit).
+    the running jobs of the kind in the scope, besides the kind's own limit.
 
     Raises `InvalidInput` (a context with a fence, changed input, no capacity), `NotReclaimable`,
     `ScopeMismatch`, `LockKeyHeld`, `LeaseLostError`, `DeadlineExceeded`, `TransactionOwned`.
@@ -457,7 +468,8 @@ def retry_atomically(
         raise InvalidInput(
             "ctx.fence", "a fence", "belongs to an earlier attempt", "Pass a fresh context without a fence."
         )
-    wanted, ttl, new_owner = job_uuid(job_id), lease_length(lease_seconds), owner or make_owner("receipts")
+    wanted, ttl = job_uuid(job_id), lease_length(lease_seconds)
+    new_owner = make_owner("receipts") if owner is None else text("owner", owner, 200)
     capacity = capacities(ctx.kind, ctx.scope, max_running)
     _refuse_async("retain", retain)
     with _transaction(ctx, "retry_atomically", wanted) as unit:
@@ -687,11 +699,11 @@ def require_counters(job: Job) -> None:
 
 
 def capacities(kind: str, scope: Scope, max_running: int | None) -> tuple[Capacity, ...]:
-    """The limit on running jobs of a kind: as given, else the registered kind's own, else none."""
-    most = None if max_running is None else limit("max_running", max_running)
+    """The limit on running jobs of a kind: the lesser of the given one and the registered kind's own."""
+    given = None if max_running is None else limit("max_running", max_running)
     known = kinds.find(kind)
-    if most is None and known is not None:
-        most = known.max_running
+    own = None if known is None else known.max_running
+    most = min((bound for bound in (given, own) if bound is not None), default=None)
     if most is None:
         return ()
     names = (known.name, *known.aliases) if known is not None else (kind,)
@@ -765,10 +777,16 @@ def _transaction(ctx: ExecutionContext, what: str, job_id: UUID, *, active: bool
 
 def write(ctx: ExecutionContext | None, what: str, job_id: UUID) -> AbstractContextManager[Any]:
     """A transaction of our own: within the context's deadline, or as long as it takes without one."""
-    if ctx is not None:
-        return _checked(ctx, what, job_id)
-    bounded.refuse_open(database.alias(), what)
-    return database.transaction(database.alias(), what=what)
+    return _unbounded(what) if ctx is None else _checked(ctx, what, job_id)
+
+
+@contextmanager
+def _unbounded(what: str) -> Iterator[None]:
+    using = database.alias()
+    bounded.refuse_open(using, what)
+    with database.transaction(using, what=what) as connection:
+        database.see_every_commit(connection)
+        yield
 
 
 @contextmanager
@@ -895,6 +913,11 @@ def lease_length(value: object) -> float:
             f"Use more than 0 and at most {LONGEST_LEASE:,.0f} seconds.",
         )
     return float(value)  # type: ignore[arg-type]
+
+
+def _amount(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidInput(field, value, "is not an amount", "Use a whole number, 0 or more.")
 
 
 def limit(field: str, value: object) -> int:

@@ -873,7 +873,7 @@ class _Slice:
 def _is_as_started(job: Job) -> bool:
     if job.input_text is None:
         return job.input_sha256 is None
-    return jsontext.sha256(job.input_text) == job.input_sha256
+    return job.is_authentic
 
 
 def _count(field: str, value: object, *, negative: bool = False) -> int:

@@ -253,13 +253,15 @@ def _snippets(vendor: str) -> Mapping[str, str]:
         "authentic": (
             "encode(sha256(convert_to(c.input, 'UTF8')), 'hex') = c.input_sha256"
             if vendor == "postgresql"
-            else "SHA256(c.input) = c.input_sha256"
+            else "{hash} = c.input_sha256"
         ),
+        # Whatever a database shell has put there: the function takes text alone.
+        "hash": "CASE WHEN typeof(c.input) = 'text' THEN SHA256(c.input) END",
         # Work without any input has nothing that could have been changed.
         "sound": (
             "coalesce(encode(sha256(convert_to(c.input, 'UTF8')), 'hex'), '') = coalesce(c.input_sha256, '')"
             if vendor == "postgresql"
-            else "coalesce(SHA256(c.input), '') = coalesce(c.input_sha256, '')"
+            else "coalesce({hash}, '') = coalesce(c.input_sha256, '')"
         ),
         # A lease that is held at this very moment. The row is locked before the clock is read: an UPDATE that
         # waited for somebody who only locked the row does not look at its conditions again.
@@ -682,7 +684,9 @@ _EXTEND = _statement("""
     WHERE id = (SELECT id FROM {job} WHERE {owned} {lock}) RETURNING {columns}""")
 _RENEW = _statement("""
     UPDATE {job} SET lease_expires_at = {after :ttl}, heartbeat_at = {now}, {fold}
-    WHERE {strict} RETURNING {columns}""")
+    WHERE id = (SELECT id FROM {job} WHERE {owned} AND lease_expires_at > {now} {skip_locked})
+    RETURNING {columns}""")
+_STILL_CURRENT = _statement("SELECT 1 FROM {job} WHERE {owned} AND lease_expires_at > {now}")
 _SET_PERCENT = _statement("""
     UPDATE {job} SET progress = :percent, heartbeat_at = {now} WHERE {strict} RETURNING id""")
 _KEEP_CHECKPOINT = _statement("""
@@ -1064,6 +1068,7 @@ def claim(
 def _claim_within(limit: Limit, identity: Mapping[str, Any], owner: str, ttl: float) -> Job | Answer | None:
     """The count and the claim are one transaction: it must see what the last holder of the lock has committed."""
     with database.transaction(database.alias(), what="claim") as connection:
+        database.see_every_commit(connection)
         if not try_lock(capacity_lock(limit.names[0], limit.scope)):
             refusal = BUSY
         elif running_of_kind(limit.names, limit.scope) >= limit.most:
@@ -1546,10 +1551,16 @@ def database_name(using: str | None = None) -> str:
     return str(_DATABASE.run(database.connection(using))[0][0])
 
 
-def renew(lease: Lease) -> Job | None:
-    """running → running: a new expiry for a lease that has not run out; takes a mailed cancel request over."""
+def renew(lease: Lease) -> Job | Answer | None:
+    """running → running: a new expiry for a lease that has not run out; takes a mailed cancel request over.
+
+    Never waits: BUSY when the lease is good and somebody has locked the row.
+    """
     with database.statement(database.alias(), what="heartbeat", urgent=True) as connection:
-        return _one(connection, _RENEW.run(connection, **_named(lease), ttl=lease.ttl))
+        rows = _RENEW.run(connection, **_named(lease), ttl=lease.ttl)
+        if rows:
+            return _one(connection, rows)
+        return BUSY if _STILL_CURRENT.run(connection, **_named(lease)) else None
 
 
 def set_percent(lease: Lease, percent: float) -> bool:
@@ -1643,6 +1654,7 @@ def claim_limited(
     of its own: the count must see what the last holder of the lock has committed.
     """
     with database.transaction(database.alias(), what="claim_limited") as connection:
+        database.see_every_commit(connection)
         if not try_lock(capacity_lock(names[0], scope)):
             return None
         room = most - running_of_kind(names, scope)

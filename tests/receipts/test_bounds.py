@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +137,84 @@ def test_a_wait_inside_the_callback_ends_with_the_deadline_too(second_connection
         assert everything() == before
     second_connection.leave()
     assert sorted(lateness)[1] < TOLERANCE, lateness
+
+
+@pytest.mark.postgres_only
+def test_a_wait_at_the_commit_ends_with_the_deadline_too(second_connection: OtherConnection) -> None:
+    """A84: Django's foreign keys are checked there, and wait for a parent that somebody holds."""
+    rows.execute("CREATE TABLE tests_parent (id int PRIMARY KEY)")
+    rows.execute("INSERT INTO tests_parent VALUES (1)")
+    rows.execute(
+        "CREATE TABLE tests_child (parent int REFERENCES tests_parent DEFERRABLE INITIALLY DEFERRED)"
+    )
+    try:
+        second_connection.enter(transaction.atomic())
+        second_connection.run(rows.execute, "SELECT * FROM tests_parent FOR UPDATE")
+
+        def adopt(_: ExecutionContext) -> str:
+            time.sleep(0.15)
+            rows.execute("INSERT INTO tests_child VALUES (1)")
+            return RECEIPT
+
+        lateness = []
+        for _ in range(3):
+            ctx = owned()
+            deadline = time.monotonic() + 0.4
+            lateness.append(
+                overrun(partial(complete_atomically, replace(ctx, deadline=deadline), adopt), deadline)
+            )
+            assert job_of(ctx).status == "running"
+        second_connection.leave()
+        assert sorted(lateness)[1] < TOLERANCE, lateness
+    finally:
+        rows.execute("DROP TABLE tests_child")
+        rows.execute("DROP TABLE tests_parent")
+
+
+@pytest.mark.sqlite_only
+def test_a_commit_that_waits_for_readers_ends_with_the_deadline(tmp_path: Path) -> None:
+    """A84: without a write-ahead log it does."""
+    plain = connection.copy("plain")  # type: ignore[attr-defined]
+    plain.settings_dict |= {"NAME": str(tmp_path / "plain.sqlite3"), "OPTIONS": {}}
+    connections["plain"] = plain
+    reader = sqlite3.connect(plain.settings_dict["NAME"], isolation_level=None)
+
+    def slow(deadline: float) -> None:
+        with bounded.transaction("plain", deadline=deadline, what="slow"), plain.cursor() as cursor:
+            cursor.execute("INSERT INTO lines VALUES (1)")
+            time.sleep(0.3)
+
+    try:
+        reader.execute("CREATE TABLE lines (n int)")
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM lines").fetchall()
+        lateness = []
+        for _ in range(3):
+            deadline = time.monotonic() + 0.5
+            lateness.append(overrun(partial(slow, deadline), deadline))
+            with plain.cursor() as cursor:
+                cursor.execute("PRAGMA busy_timeout")
+                assert cursor.fetchone() == (5000,)
+        assert sorted(lateness)[1] < TOLERANCE, lateness
+        reader.execute("COMMIT")
+        assert reader.execute("SELECT * FROM lines").fetchall() == []
+        slow(time.monotonic() + 5)
+        assert reader.execute("SELECT * FROM lines").fetchall() == [(1,)]
+    finally:
+        reader.close()
+        plain.close()
+        del connections["plain"]
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 40 * 86_400, 1e15], ids=["none", "40 days", "for ever"])
+def test_a_deadline_may_be_far_away_or_none(seconds: float) -> None:
+    """A83: farther than a database can be told."""
+    policy = lock_policy()
+    ctx = owned(seconds=seconds)
+    assert complete_atomically(ctx, lambda _: ship()) == RECEIPT
+    assert isinstance(finalize_atomically(owned(seconds=seconds), FAILED, lambda _: "1"), Finalized)
+    page = service.candidates(service.CandidateQuery(acts.KIND, "anna", HOME), context(seconds=seconds))
+    assert len(page.candidates) == 2 and lock_policy() == policy
 
 
 @pytest.mark.postgres_only
@@ -313,7 +394,8 @@ def test_a_deadline_that_passes_in_the_callback_rolls_back() -> None:
     [
         {"scope": "acme"}, {"scope": Scope("")}, {"scope": Scope("  ")}, {"scope": Scope("acme", " ")}, {"kind": ""},
         {"kind": "  "}, {"kind": None}, {"idempotency_key": "\t"}, {"idempotency_key": "x" * 201}, {"actor": None},
-        {"deadline": "soon"}, {"deadline": float("nan")}, {"deadline": True},
+        {"deadline": "soon"}, {"deadline": float("nan")}, {"deadline": True}, {"stop": None}, {"fence": "mine"},
+        {"limits": 7}, {"limits": None},
     ],
 )  # fmt: skip
 def test_a_context_of_nonsense_is_refused(wrong: dict[str, Any]) -> None:
@@ -334,6 +416,19 @@ def test_what_a_context_may_read_is_bounded() -> None:
     with pytest.raises(InvalidInput):
         ctx.consume(items=1)
     context().consume(items=10**9, bytes=10**12)
+
+
+@pytest.mark.parametrize("amount", [-1, -(10**9), 1.5, float("nan"), True, "3", None])
+def test_amounts_are_whole_and_never_negative(amount: Any) -> None:
+    """A80, A94: nobody gives back what was not taken."""
+    for name in ("items", "bytes"):
+        ctx = context(limits=Limits(items=3, bytes=100))
+        with pytest.raises(InvalidInput, match=name):
+            ctx.consume(**{name: amount})
+        ctx.consume(items=3, bytes=100)
+        if amount is not None:
+            with pytest.raises(InvalidInput, match=name):
+                Limits(**{name: amount})
 
 
 @pytest.mark.parametrize("verb", ["start", "defer", "resume", "cancel"])

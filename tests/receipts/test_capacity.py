@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from uuid import UUID
 
@@ -24,6 +25,7 @@ from durable_jobs.testing import make_job, register_for_test, run_slice
 from durable_jobs.transports.database import Claimer
 from durable_jobs.worker import Worker
 from tests.connections import OtherConnection
+from tests.postgres import wait_until
 from tests.processes import Processes
 from tests.receipts import acts
 from tests.receipts.acts import HOME, KIND, age, context, ended, everything, expired, job_of, owned, read
@@ -135,6 +137,21 @@ def test_a_kinds_own_limit_holds_by_hand_as_well(limited: None) -> None:
         receipts.begin(context(kind="tests.once_limited"), "{}")
 
 
+def test_a_larger_limit_of_the_caller_lifts_no_kinds_own(limited: None) -> None:
+    """C24: the lesser of both, whoever asks."""
+    jobs = [receipts.defer(Limited.name, Submission(key, "{}"), scope=HOME) for key in ("h1", "h2", "h3")]
+    for job in jobs[:2]:
+        receipts.claim(job.id, context(job.idempotency_key, kind=Limited.name), max_running=50)
+    third = context("h3", kind=Limited.name)
+    with pytest.raises(InvalidInput, match=r"2 jobs run \(given: 2\)"):
+        receipts.claim(jobs[2].id, third, max_running=50)
+    with pytest.raises(InvalidInput, match=r"2 jobs run \(given: 1\)"):
+        receipts.claim(jobs[2].id, third, max_running=1)
+    with pytest.raises(InvalidInput, match="max_running"):
+        receipts.begin(context(kind=Limited.name), "{}", max_running=50)
+    assert running() == 2
+
+
 def race(count: int, act: Any) -> list[Any]:
     barrier, answers = threading.Barrier(count), []
 
@@ -175,6 +192,44 @@ def test_five_at_once_with_a_limit_of_two(way: str) -> None:
     answers = race(5, act)
     assert len(answers) == 5 and sum(isinstance(answer, InvalidInput) for answer in answers) == 3
     assert running() == 2
+
+
+@pytest.mark.postgres_only
+@pytest.mark.parametrize("way", ["begin", "claim", "retry", "start", "deliver"])
+def test_a_project_of_repeatable_reads_is_held_to_the_limit(limited: None, way: str) -> None:
+    """A64, T21, P16: what is counted under the lock is what others have committed."""
+    keys = [acts.new_key() for _ in range(6)]
+    jobs: list[Any] = []
+    if way == "claim":
+        jobs = [receipts.defer(KIND, Submission(key, acts.INPUT), scope=HOME) for key in keys]
+    if way == "retry":
+        jobs = [ended("failed", key=key) for key in keys]
+    if way == "deliver":
+        jobs = start(6)
+    stop, managers = threading.Event(), [JobManager(HOME, max_jobs=2) for _ in keys]
+
+    def act(number: int) -> Any:
+        acts.rows.execute("SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        key = context(keys[number])
+        if way == "begin":
+            return receipts.begin(key, "{}", max_running=2)
+        if way == "claim":
+            return receipts.claim(jobs[number].id, key, max_running=2)
+        if way == "retry":
+            return receipts.retry_atomically(jobs[number].id, key, lambda _: "1", max_running=2)
+        if way == "start":
+            return managers[number].start_job("any", lambda _: stop.wait(20))
+        while (answer := deliver(jobs[number])) is store.BUSY:
+            time.sleep(0.002)
+        return answer
+
+    try:
+        answers = race(6, act)
+        assert len(answers) == 6 and running() == 2, answers
+    finally:
+        stop.set()
+        for manager in managers:
+            wait_until(lambda manager=manager: not manager._runs, 20, "executors left")
 
 
 # --- kinds that workers run -------------------------------------------------------------------------------
@@ -268,9 +323,9 @@ sys.exit(churn(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
 def churn(threads: int, claims: int, name: str) -> int:
     """Claim, look how many run, and let go, in so many threads until so many were claimed. 0 when all was well.
 
-    Every other thread claims as a broker's deliveries do, by identity.
+    A third of the threads polls, one claims as a broker's deliveries do, by identity, one works by hand.
     """
-    guard, done, exceeded, until = threading.Lock(), [0, 0], [0], time.monotonic() + 60
+    guard, done, exceeded, until = threading.Lock(), [0, 0, 0], [0], time.monotonic() + 60
 
     def poll(owner: str) -> Callable[[], list[Job]]:
         claimer = Claimer(owner)
@@ -291,34 +346,49 @@ def churn(threads: int, claims: int, name: str) -> int:
 
         return claimed
 
+    def by_hand(owner: str) -> Callable[[], list[Job]]:
+        def claimed() -> list[Job]:
+            ctx = replace(context(kind=Limited.name), idempotency_key=None)
+            try:
+                return [receipts.begin(ctx).job]
+            except InvalidInput:
+                return []
+
+        return claimed
+
     def work(owner: str, way: int) -> None:
-        claim = (poll, deliver)[way](owner)
+        claim = (poll, deliver, by_hand)[way](owner)
         try:
-            while min(done) < claims / 2 and time.monotonic() < until:
+            while min(done) < claims / 3 and time.monotonic() < until:
                 claimed = claim()
                 found = running() if claimed else 0
                 with guard:
                     done[way] += len(claimed)
                     exceeded[0] = max(exceeded[0], found)
                 for job in claimed:
-                    store.yield_slice(Lease(job.id, owner, job.lease_epoch, 30))
+                    lease = Lease(job.id, job.lease_owner or "", job.lease_epoch, 30)
+                    if way == 2:
+                        with transaction.atomic():
+                            assert store.complete_owned(lease, None, late=True)
+                    else:
+                        assert store.yield_slice(lease)
                 time.sleep(0.001)
         finally:
             connection.close()
 
     workers = [
-        threading.Thread(target=work, args=[f"{name}:{number}", number % 2]) for number in range(threads)
+        threading.Thread(target=work, args=[f"{name}:{number}", number % 3]) for number in range(threads)
     ]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
     print(f"{done} claimed, at most {exceeded[0]} at once", flush=True)
-    return 0 if exceeded[0] <= 2 and min(done) >= claims / 2 else 1
+    return 0 if exceeded[0] <= 2 and min(done) >= claims / 3 else 1
 
 
 def test_two_processes_and_twelve_threads_never_exceed_the_limit(limited: None, processes: Processes) -> None:
-    """P22: a limit of 2, by poll and by delivery; one of the places is a dead lease's throughout."""
+    """P22: a limit of 2, by poll, by delivery and by hand; one of the places is a dead lease's throughout."""
     start(30)
     (corpse,) = Claimer("dead").claim(1)
     age(corpse.id, 3600)

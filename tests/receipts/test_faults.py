@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from durable_jobs.receipts import (
     retry_atomically,
 )
 from tests.connections import OtherConnection
+from tests.processes import Processes
 from tests.receipts import acts
 from tests.receipts.acts import HOME, RECEIPT, context, ended, everything, job_of, owned, ship
 from tests.store import rows
@@ -68,14 +71,14 @@ def work(_: Any) -> str:
 
 def complete(**given: Any) -> Case:
     ctx = owned(**given)
-    return Case(ctx, job_of(ctx).id, lambda: complete_atomically(ctx, work))
+    return Case(ctx, job_of(ctx).id, lambda: complete_atomically(ctx, lambda given: work(given)))
 
 
 def finalize(**given: Any) -> Case:
     ctx = owned(**given)
 
     def call() -> Finalized:
-        answer = finalize_atomically(ctx, AttemptOutcome("failed", "no route"), work)
+        answer = finalize_atomically(ctx, AttemptOutcome("failed", "no route"), lambda given: work(given))
         if isinstance(answer, PendingFinalization):
             raise Pending(answer)
         return answer
@@ -87,7 +90,9 @@ def retry(**given: Any) -> Case:
     given.pop("lease_seconds", None)
     job = ended("failed")
     ctx = context(job.idempotency_key, **given)
-    return Case(ctx, job.id, lambda: retry_atomically(job.id, ctx, work, max_running=1000))
+    return Case(
+        ctx, job.id, lambda: retry_atomically(job.id, ctx, lambda given: work(given), max_running=1000)
+    )
 
 
 VERBS = {"complete": complete, "finalize": finalize, "retry": retry}
@@ -311,6 +316,72 @@ def test_a_stolen_job_is_written_by_nobody_else(name: str, second_connection: Ot
     with pytest.raises((LeaseLostError, Pending, receipts.NotReclaimable)):
         case.call()
     assert everything() == stolen
+
+
+CHILD = """
+import os, signal, sys, uuid
+from durable_jobs import receipts
+from durable_jobs.store import Lease
+from tests.receipts import acts
+name, job_id, key = sys.argv[1:]
+
+def die(_):
+    acts.ship()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+job = acts.read(uuid.UUID(job_id))
+if name == "retry":
+    receipts.retry_atomically(job.id, acts.context(key), die)
+ctx = acts.context(key).with_fence(Lease(job.id, job.lease_owner, job.lease_epoch, 30))
+if name == "complete":
+    receipts.complete_atomically(ctx, die)
+receipts.finalize_atomically(ctx, receipts.AttemptOutcome("failed", "m"), die)
+"""
+
+
+@each_verb
+def test_a_process_that_is_killed_inside_leaves_nothing(name: str, processes: Processes) -> None:
+    """A66, A74, A79: and keeps nobody from doing it after."""
+    job = ended("failed") if name == "retry" else job_of(owned())
+    before, key = everything(), job.idempotency_key or ""
+    process = processes.python(CHILD, name, str(job.id), key)
+    assert process.wait(20) == -signal.SIGKILL, process.output
+    assert everything() == before
+    if name == "retry":
+        retry_atomically(job.id, context(key), work)
+    else:
+        lease = store.Lease(job.id, job.lease_owner or "", job.lease_epoch, 30)
+        complete_atomically(context(key).with_fence(lease), work)
+    assert len(acts.shipments()) == 1
+
+
+@each_verb
+@pytest.mark.parametrize("cut", ["closed", "terminated"])
+def test_a_connection_that_is_cut_inside_leaves_nothing(
+    name: str, cut: str, second_connection: OtherConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A66, A74, A79, A1: by the callback or by the server; the next call connects anew."""
+    if cut == "terminated" and connection.vendor == "sqlite":
+        cut = "closed"
+
+    def cutting(_: Any) -> str:
+        ship()
+        if cut == "closed":
+            connection.close()
+            return RECEIPT
+        (pid,) = rows.execute("SELECT pg_backend_pid()")[0]
+        second_connection.run(rows.execute, "SELECT pg_terminate_backend(%s, 5000)", pid)
+        return RECEIPT
+
+    case = VERBS[name]()
+    before = everything()
+    with monkeypatch.context() as patch, pytest.raises(Exception) as refused:
+        patch.setattr(sys.modules[__name__], "work", cutting)
+        case.call()
+    assert "clos" in str(refused.value) or "terminat" in str(refused.value)
+    assert not connection.in_atomic_block and everything() == before
+    case.call()
+    assert case.is_done(name)
 
 
 @pytest.mark.parametrize("name", ["complete", "finalize"])

@@ -23,6 +23,7 @@ from durable_jobs.exceptions import (
 from durable_jobs.manager import Aborted, ExecutorContext, JobManager, Submission
 from durable_jobs.models import Job, JobEvent, Scope, uuid7
 from durable_jobs.testing import make_job
+from tests.connections import OtherConnection
 from tests.postgres import wait_until
 from tests.processes import Processes
 from tests.receipts import acts
@@ -349,6 +350,30 @@ def test_a_lost_lease_stops_the_executor_and_is_told(managers: Any) -> None:
     assert "is lost" in (job.diagnostic or "")
     assert "is lost" in (manager.list_jobs()[0].diagnostic or "")  # A107
     assert managers().get_job(job_id).diagnostic is None  # type: ignore[union-attr]
+
+
+@pytest.mark.postgres_only
+def test_a_locked_row_keeps_no_other_lease_from_its_beat(
+    managers: Any, second_connection: OtherConnection
+) -> None:
+    """A100: one thread beats for all, and waits for none of them."""
+    locked, free, manager = Work(), Work(), managers(lease_seconds=0.9)
+    locked_id, free_id = manager.start_job(KIND, locked), manager.start_job(KIND, free)
+    second_connection.enter(transaction.atomic())
+    second_connection.run(lambda: Job.objects.select_for_update().get(pk=locked_id))
+    time.sleep(0.6)
+    second_connection.leave()  # in time for the locked one, too
+    second_connection.enter(transaction.atomic())
+    second_connection.run(lambda: Job.objects.select_for_update().get(pk=locked_id))
+    for _ in range(6):
+        time.sleep(0.25)
+        assert read(free_id).ownership == "current"
+    assert locked.ctx.stop.is_set() and read(locked_id).ownership == "expired"  # type: ignore[union-attr]
+    second_connection.leave()
+    for work in (locked, free):
+        work.go.set()
+    assert settled(manager, free_id).status == "completed"
+    assert "is lost" in (settled(manager, locked_id).diagnostic or "")
 
 
 def test_an_error_of_a_beat_stops_the_executor(managers: Any, monkeypatch: pytest.MonkeyPatch) -> None:

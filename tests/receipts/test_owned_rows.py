@@ -461,7 +461,25 @@ def test_an_owners_write_needs_the_whole_lease(broken: str) -> None:
 
 
 @pytest.mark.postgres_only
-def test_a_lease_that_runs_out_behind_a_lock_is_not_renewed(second_connection: OtherConnection) -> None:
+def test_a_beat_waits_for_no_lock_and_says_so(second_connection: OtherConnection) -> None:
+    """A40: a locked row is no lost lease, until it has run out."""
+    ctx = owned(lease_seconds=0.4)
+    assert ctx.fence is not None
+    second_connection.enter(transaction.atomic())
+    second_connection.run(lambda: Job.objects.select_for_update().get(pk=job_of(ctx).id))
+    began = time.monotonic()
+    assert store.renew(ctx.fence.lease) is store.BUSY and time.monotonic() - began < 0.3
+    time.sleep(0.45)
+    assert store.renew(ctx.fence.lease) is None
+    second_connection.leave()
+    assert store.renew(ctx.fence.lease) is None and job_of(ctx).ownership == "expired"
+
+
+@pytest.mark.postgres_only
+@pytest.mark.parametrize("write", ["percent", "checkpoint"])
+def test_a_lease_that_runs_out_behind_a_lock_writes_nothing(
+    write: str, second_connection: OtherConnection
+) -> None:
     """A40, P18: the row is locked before the clock is read."""
     ctx = owned(lease_seconds=0.3)
     assert ctx.fence is not None
@@ -469,9 +487,10 @@ def test_a_lease_that_runs_out_behind_a_lock_is_not_renewed(second_connection: O
     second_connection.run(lambda: Job.objects.select_for_update().get(pk=job_of(ctx).id))
     timer = threading.Timer(0.5, second_connection.leave)
     timer.start()
-    assert store.renew(ctx.fence.lease) is None
+    lease = ctx.fence.lease
+    assert not (store.set_percent(lease, 1.0) if write == "percent" else store.keep_checkpoint(lease, "1"))
     timer.join()
-    assert job_of(ctx).ownership == "expired"
+    assert job_of(ctx).ownership == "expired" and job_of(ctx).checkpoint is None
 
 
 # --- tampering --------------------------------------------------------------------------------------------
@@ -515,6 +534,33 @@ def test_a_changed_input_never_runs() -> None:
         assert "do not match" in (read(job_id).diagnostic or "")
     for job_id in (job_of(running).id, failed.id):
         assert "do not match" in (read(job_id).diagnostic or "")
+
+
+@pytest.mark.sqlite_only
+def test_an_input_that_is_no_text_never_runs_either() -> None:
+    """A53, A55: SQLite lets a database shell put bytes into the column."""
+
+    class Plain(kinds.Kind):
+        name = KIND
+
+        def step(self, ctx: Any) -> kinds.Done:
+            raise AssertionError("it ran")
+
+    with register_for_test(Plain):
+        pending = service.start(KIND, {"n": 1}, scope=HOME).job
+        held = service.start(KIND, {"n": 2}, scope=HOME, hold=True).job
+        dead = job_of(expired())
+        for job in (pending, held, dead):
+            rows.execute("UPDATE durable_jobs_job SET input = CAST(input AS BLOB) WHERE id = %s", job.id)
+        assert read(pending.id).ownership == read(held.id).ownership == "legacy-unknown"
+        assert all("do not match" in (read(job.id).diagnostic or "") for job in (pending, held, dead))
+        with pytest.raises(NotReclaimable):
+            service.release(held.id, scope=HOME)
+        for job in (held, dead):
+            with pytest.raises(NotReclaimable):
+                receipts.take(job.id, scope=HOME, owner="x", lease_seconds=30)
+            assert store.claim_held(job.id, scope=HOME, owner="x", ttl=30) is None
+        assert finish(pending).error_code == "input_changed"
 
 
 def test_missing_bytes_are_never_made_up() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
@@ -144,6 +145,25 @@ def test_a_cancel_requested_inside_the_mutation_refuses_the_completion(
     assert len(rows.letters()[job_id]) == 1
 
 
+@pytest.mark.postgres_only
+def test_a_project_of_repeatable_reads_sees_the_cancel_as_well(second_connection: OtherConnection) -> None:
+    """A67, P16: the second look must not come from the snapshot of the first."""
+    ctx = owned()
+    job_id = job_of(ctx).id
+    rows.execute("SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+
+    def mutation(_: ExecutionContext) -> str:
+        second_connection.run(service.cancel, job_id, scope=HOME)
+        return ship()
+
+    try:
+        with pytest.raises(LeaseLostError, match="cancel was requested"):
+            complete_atomically(ctx, mutation)
+    finally:
+        connection.close()
+    assert not acts.shipments()
+
+
 def test_a_cancel_after_the_commit_erases_nothing() -> None:
     """A67, A47."""
     ctx = owned()
@@ -259,6 +279,28 @@ def test_a_callback_that_ends_the_transaction_itself_is_found_out() -> None:
     assert isinstance(refused.value, TransactionOwned) or "transaction" in str(refused.value)
     connection.close()
     assert job_of(ctx).status == "running"
+
+
+def test_four_threads_with_one_lease_complete_once() -> None:
+    """A34, A35: the lease names an attempt, not a thread."""
+    ctx, barrier, answers = owned(), threading.Barrier(4), []
+
+    def complete() -> None:
+        try:
+            barrier.wait(5)
+            answers.append(complete_atomically(ctx, lambda _: ship()))
+        except LeaseLostError as error:
+            answers.append(error)  # type: ignore[arg-type]
+        finally:
+            connection.close()
+
+    threads = [threading.Thread(target=complete) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(type(answer).__name__ for answer in answers) == [*["LeaseLostError"] * 3, "str"]
+    assert len(acts.shipments()) == 1
 
 
 def test_a_callback_that_swallows_a_broken_statement_commits_nothing() -> None:
@@ -473,8 +515,19 @@ def test_an_outcome_has_a_message(message: Any) -> None:
     assert everything() == before
 
 
+class Evil(Exception):
+    """Can be neither shown nor asked."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+    @property
+    def code(self) -> str:
+        raise RuntimeError
+
+
 @pytest.mark.parametrize(
-    "error", [ZeroDivisionError(), LeaseLostError(None), LockKeyHeld("k"), BaseException("odd")]
+    "error", [ZeroDivisionError(), LeaseLostError(None), LockKeyHeld("k"), BaseException("odd"), Evil()]
 )
 def test_finalize_never_raises(error: BaseException) -> None:
     """A71, A74: a failure of the bookkeeping does not hide the attempt's own."""
@@ -608,6 +661,17 @@ def test_nothing_else_is_retried(status: str) -> None:
     with pytest.raises(NotReclaimable):
         retry_atomically(job.id, context(job.idempotency_key), retain)
     assert everything() == before
+
+
+@pytest.mark.parametrize("owner", ["", "  ", "x" * 201, 7, "a\x00"])
+def test_the_owner_of_a_retry_has_a_name(owner: Any) -> None:
+    """A4, A3: refused before any transaction."""
+    job = ended("failed")
+    before = everything()
+    with pytest.raises(InvalidInput, match="owner"):
+        retry_atomically(job.id, context(job.idempotency_key), retain, owner=owner)
+    assert everything() == before
+    assert retry_atomically(job.id, context(job.idempotency_key), retain, owner="me").owner == "me"
 
 
 @pytest.mark.parametrize("job_id", ["nonsense", "", None, "00000000-0000-0000-0000-000000000000"])
