@@ -36,7 +36,7 @@ def own(name: str) -> BaseDatabaseWrapper:
 
     On PostgreSQL: TCP keepalives, READ COMMITTED, a connection of its own beside the project's pool. The
     project's other threads keep their settings. On SQLite, a write of the project's own lets the beats of this
-    process go first. Nothing is connected yet.
+    process go first, and waits for the file here, not in SQLite. Nothing is connected yet.
     """
     connection = connections[database.alias()]
     if hasattr(connection, _GIVEN):
@@ -68,9 +68,13 @@ def _give_way(execute: Any, sql: str, params: Any, many: bool, context: dict[str
     connection = context["connection"]
     raw = connection.connection
     # Only where no transaction is open: a thread that holds the file must not wait for anybody.
-    if (raw is None or not raw.in_transaction) and not sql.startswith(("SELECT", "PRAGMA")):
-        database.writer_lock(connection).give_way(GIVE_WAY_SECONDS)
-    return execute(sql, params, many, context)
+    if raw is None or raw.in_transaction or sql.startswith(("SELECT", "PRAGMA")):
+        return execute(sql, params, many, context)
+    database.writer_lock(connection).give_way(GIVE_WAY_SECONDS)
+    if many:
+        # Each of its rows is committed by itself: it cannot be begun again.
+        return execute(sql, params, many, context)
+    return database.wait_for_file(connection, lambda: execute(sql, params, many, context))
 
 
 def _postgresql_options(given: dict[str, Any], name: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from django.apps import apps
 from django.db import InterfaceError, OperationalError, connections, router
@@ -30,6 +30,8 @@ from django.db.utils import DatabaseError
 from durable_jobs.exceptions import TransactionOwned
 
 logger = logging.getLogger("durable_jobs")
+
+Answer = TypeVar("Answer")
 
 JOB_TABLE = "durable_jobs_job"
 BEGIN_RETRY_SECONDS = 0.001
@@ -274,6 +276,34 @@ def _begin_on(connection: Any, using: str, deadline: float, urgent: bool) -> Own
             time.sleep(URGENT_RETRY_SECONDS if urgent else BEGIN_RETRY_SECONDS)
     finally:
         connection.transaction_mode = mode
+        if connection.connection is raw:
+            raw.execute(f"PRAGMA busy_timeout = {int(patience)}")
+
+
+def wait_for_file(connection: Any, write: Callable[[], Answer]) -> Answer:
+    """Try one SQLite statement outside a transaction until the file is free, as long as the connection waits.
+
+    SQLite's own handler waits with the connection's mutex held. A thread that holds the file can need that mutex:
+    its garbage collector may come upon a cursor of this connection. Then each would wait for the other until the
+    timeout is over, and everybody else with them.
+    """
+    raw = connection.connection
+    (patience,) = raw.execute("PRAGMA busy_timeout").fetchone()
+    if not patience:
+        # Whoever has set this waits by himself.
+        return write()
+    deadline = time.monotonic() + patience / 1000
+    raw.execute("PRAGMA busy_timeout = 0")
+    try:
+        while True:
+            try:
+                return write()
+            except OperationalError as error:
+                in_vain = time.monotonic() >= deadline or _reads_an_old_snapshot(connection, error)
+                if in_vain or not is_locked(error):
+                    raise
+            time.sleep(BEGIN_RETRY_SECONDS)
+    finally:
         if connection.connection is raw:
             raw.execute(f"PRAGMA busy_timeout = {int(patience)}")
 

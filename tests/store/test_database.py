@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from django.contrib.auth.models import Group
 from django.db import DatabaseError, InterfaceError, OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 
+from durable_jobs import connection as own_connection
 from durable_jobs import database, store
 from durable_jobs.database import BUSY_LIMIT_SECONDS, REST_SECONDS, Statement, WriterLock
 from durable_jobs.exceptions import TransactionOwned
@@ -208,6 +211,72 @@ def test_a_connection_keeps_its_own_manners(second_connection: OtherConnection) 
     with database.transaction(ALIAS, timeout=0.2):
         Group.objects.create(name="afterwards")
     assert Group.objects.exists()
+
+
+def wait_in_a_worker_s_way(other: OtherConnection) -> None:
+    """Its thread is a worker's, and has a cursor that only the garbage collector will find."""
+
+    def prepare() -> None:
+        kept: list[Any] = [own_connection.own("tests").cursor()]
+        kept[0].execute("SELECT 1 UNION SELECT 2")
+        kept.append(kept)
+
+    other.run(prepare)
+
+
+@pytest.mark.sqlite_only
+@pytest.mark.parametrize("way", ["a statement by itself", "an atomic block"])
+@pytest.mark.django_db(transaction=True)
+def test_who_holds_the_file_never_waits_for_who_waits_for_it(
+    second_connection: OtherConnection, way: str
+) -> None:
+    """A cursor of the waiting connection may be garbage, collected by the thread that holds the file; freeing it
+    needs the mutex that SQLite holds while it waits by itself."""
+
+    def write() -> None:
+        with transaction.atomic() if way == "an atomic block" else nullcontext():
+            Group.objects.create(name="the other")
+
+    gc.collect()
+    gc.disable()
+    try:
+        wait_in_a_worker_s_way(second_connection)
+        with database.transaction(ALIAS):
+            Group.objects.create(name="this one")
+            waiting = second_connection.begin(write)
+            time.sleep(0.1)
+            begun = time.monotonic()
+            gc.collect()
+            took = time.monotonic() - begun
+            assert not waiting.done()
+        waiting.result(10)
+    finally:
+        gc.enable()
+        second_connection.run(own_connection.disown)
+    assert took < 2
+    assert set(Group.objects.values_list("name", flat=True)) == {"this one", "the other"}
+
+
+@pytest.mark.sqlite_only
+@pytest.mark.django_db(transaction=True)
+def test_a_worker_s_write_waits_as_long_as_its_connection_says(second_connection: OtherConnection) -> None:
+    def write(patience: int) -> float:
+        raw = own_connection.own("tests")
+        raw.ensure_connection()
+        raw.connection.execute(f"PRAGMA busy_timeout = {patience}")
+        begun = time.monotonic()
+        with pytest.raises(OperationalError, match="locked"):
+            Group.objects.create(name="in vain")
+        assert raw.connection.execute("PRAGMA busy_timeout").fetchone() == (patience,)
+        return time.monotonic() - begun
+
+    try:
+        with database.transaction(ALIAS):
+            Group.objects.create(name="this one")
+            assert 0.3 <= second_connection.run(write, 300) < 3
+            assert second_connection.run(write, 0) < 0.3
+    finally:
+        second_connection.run(own_connection.disown)
 
 
 @pytest.mark.django_db(transaction=True)
