@@ -136,6 +136,34 @@ def test_the_receiver_of_the_page_hears_failures(page: Page) -> None:
         signals.job_failed.disconnect(names["tell_somebody"], sender="shop.reprice")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_an_order_is_priced",
+        "test_a_view_starts_it",
+        "test_a_deploy_in_the_middle_changes_nothing",
+        "test_a_worker_that_wakes_up_late_writes_nothing",
+    ],
+)
+def test_the_tests_of_the_testing_page_pass(page: Page, name: str) -> None:
+    page("testing")[name]()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["test_wherever_it_dies_every_product_is_there_once", "test_the_provider_sees_each_message_once"],
+)
+@pytest.mark.django_db(transaction=True)
+def test_the_crash_tests_of_the_testing_page_pass(page: Page, name: str) -> None:
+    page("testing")[name]()
+
+
+def test_every_test_of_the_testing_page_is_run(page: Page) -> None:
+    here = (ROOT / "tests/pages/test_code.py").read_text()
+    told = [name for name in page("testing") if name.startswith("test_")]
+    assert told and [name for name in told if f'"{name}"' not in here] == []
+
+
 def test_every_page_with_code_is_run() -> None:
     here = set(re.findall(r'page\("(\w+)"\)', (ROOT / "tests/pages/test_code.py").read_text()))
     with_code = {path.stem for path in (ROOT / "docs").glob("*.md") if PYTHON.search(text_of(path.stem))}
