@@ -5,12 +5,14 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 ARGS ?=
+MINUTES ?= 10
+DB ?= sqlite
 
 # What a developer's shell may hold and the tests must not meet. DATABASE_URL stays: it chooses the database.
 unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sqlite test-postgres test-e2e prove test-tasks test-wheel test-tutorial test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
+.PHONY: help install test test-sqlite test-postgres test-e2e prove soak test-tasks test-wheel test-tutorial test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
 
 help:  ## Explain the targets
 	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
@@ -58,6 +60,9 @@ endif
 
 test-tasks: install  ## Run the tests of the tasks' backend on this Django and, where a Python 3.12 is, on Django 6
 	env -u DATABASE_URL $(PY) -m tests.tasks $(ARGS)
+
+soak: install  ## Kill workers at random and check what is left (MINUTES=10 DB=sqlite|postgres; ARGS: --seed 7, --report FILE)
+	env -u DATABASE_URL $(PY) -m tests.soak --minutes $(MINUTES) --database $(DB) $(ARGS)
 
 test-wheel: install  ## Build the package, install it into an empty project, and use it there
 	env -u DATABASE_URL $(PY) -m tests.wheel_smoke

@@ -1,0 +1,220 @@
+"""The soak's workers, and what is done to them."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+
+from django.db import connection
+
+from tests.processes import Process, Processes
+from tests.soak.checks import Findings
+from tests.soak.kinds import LEASE_SECONDS
+
+GRACE, TICK = 1.0, 0.5
+SETTINGS = {"DISCOVER": ["soak.kinds"], "POLL": 0.1, "TICK": TICK, "GRACE": GRACE}
+ENVIRONMENT = {"DJANGO_SETTINGS_MODULE": "tests.soak.settings"}
+
+CREW = (("--concurrency", "4"), ("--concurrency", "4"), ("--concurrency", "3", "--processes", "2"))
+"""Two workers by themselves and two under a supervisor, which repairs what it has reaped."""
+
+DRAIN_SECONDS = 25.0
+EXIT_NO_DATABASE, EXIT_GAVE_UP = 4, 70
+STUCK_AFTER = 0.8
+"""Seconds for which nobody gets SQLite's write lock before it is said that a stopped process holds it."""
+
+NOTED = ("lease_lost", "slice_cut_off", "outcome_waits", "cancel_mirror_failed", "database_unavailable",
+         "process_repaired", "worker_stopped", "fenced_block_long")  # fmt: skip
+FORBIDDEN = ("slice_broke", "deadlock detected", "IntegrityError", "terminal_mirror_mismatch", "bad_outcome",
+             "slice_left_running")  # fmt: skip
+
+
+class Crew:
+    """Keeps the workers running; `strike` does something to one of them."""
+
+    def __init__(self, processes: Processes, findings: Findings, chance: random.Random) -> None:
+        self._processes, self._findings, self._random = processes, findings, chance
+        self._places: list[Process] = []
+        self._told: dict[int, str] = {}
+        self._stopped: set[int] = set()
+        self._guard = threading.RLock()
+        self._ended: list[Process] = []
+
+    def start(self) -> None:
+        self._places = [self._worker(arguments) for arguments in CREW]
+
+    def keep(self) -> None:
+        """Start another in place of each that has ended."""
+        with self._guard:
+            for number, process in enumerate(self._places):
+                if not process.running:
+                    self._judge(process)
+                    self._places[number] = self._worker(CREW[number])
+
+    def strike(self) -> None:
+        """SIGKILL, SIGTERM, or SIGSTOP for longer than a lease and what follows it."""
+        with self._guard:
+            pid = self._victim()
+            if pid is None:
+                return
+            how = self._random.choices(("kill", "stop", "terminate"), (6, 3, 1.5))[0]
+            if how == "stop":
+                if len(self._stopped) >= self._most_stopped():
+                    return
+                self._stopped.add(pid)
+                threading.Thread(target=self._stop_for_a_while, args=[pid], daemon=True).start()
+                return
+            self._told[pid] = how
+            number = signal.SIGKILL if how == "kill" else signal.SIGTERM
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+                self._findings.count("SIGKILL" if how == "kill" else "SIGTERM")
+
+    def end(self) -> None:
+        """Drain all; each must leave in time, and by itself."""
+        with self._guard:
+            for process in self._places:
+                self._told[process.pid] = "terminate"
+                process.terminate()
+            for process in self._places:
+                try:
+                    process.wait(DRAIN_SECONDS + 10)
+                except AssertionError:
+                    self._findings.violate("a worker does not leave", said=process.output[-2000:])
+                    process.kill()
+                else:
+                    self._judge(process)
+
+    def wake_all(self) -> None:
+        for pid in list(self._stopped):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def read_logs(self) -> None:
+        for process in self._ended:
+            said = process.output
+            for event in NOTED:
+                self._findings.count(f"log {event}", said.count(f" {event} "))
+            for words in FORBIDDEN:
+                if words in said:
+                    around = said[max(said.index(words) - 500, 0) : said.index(words) + 1500]
+                    self._findings.violate(f"a worker says {words}", said=around)
+
+    # --- inside ---
+
+    def _worker(self, arguments: tuple[str, ...]) -> Process:
+        process = self._processes.manage(
+            "runworker",
+            *arguments,
+            f"--drain-timeout={DRAIN_SECONDS:g}",
+            settings=SETTINGS,
+            environment=ENVIRONMENT,
+        )
+        self._ended.append(process)
+        self._findings.count("workers started")
+        return process
+
+    def _judge(self, process: Process) -> None:
+        """Whether it ended as what was done to it lets expect."""
+        told, code = self._told.pop(process.pid, ""), process.popen.returncode
+        if told == "kill" and code == -signal.SIGKILL:
+            return
+        if told == "terminate" and code in (0, -signal.SIGTERM):
+            # By the signal itself where it had not yet got so far as to handle it.
+            return
+        if code == EXIT_NO_DATABASE:
+            self._findings.count("workers that met no database when they started")
+        elif code == EXIT_GAVE_UP:
+            self._findings.count("supervisors that gave up, their processes killed again and again")
+        else:
+            self._findings.violate("a worker ended", told=told, code=code, said=process.output[-2000:])
+
+    def _victim(self) -> int | None:
+        alone = [process for process in self._places if "--processes" not in process.popen.args]
+        pids = [process.pid for process in alone if "worker_started" in process.output] * 4
+        for process in self._places:
+            if process not in alone and process.running:
+                pids += [pid for pid in children(process.pid) if _is_at_work(pid)]
+                # The supervisor itself, seldom: its processes then leave by themselves.
+                if process.output.count("process_started") and self._random.random() < 0.2:
+                    pids.append(process.pid)
+        pids = [pid for pid in pids if pid not in self._stopped and pid not in self._told]
+        return self._random.choice(pids) if pids else None
+
+    def _most_stopped(self) -> int:
+        return 1 if connection.vendor == "sqlite" else 2
+
+    def _stop_for_a_while(self, pid: int) -> None:
+        """Long enough for others to take what it holds; then it goes on, and must not write."""
+        seconds = LEASE_SECONDS + GRACE + TICK + self._random.uniform(0.5, 2.5)
+        try:
+            os.kill(pid, signal.SIGSTOP)
+            self._findings.count("SIGSTOP")
+            until = time.monotonic() + seconds
+            if connection.vendor == "sqlite" and _nobody_can_write():
+                # It holds the file: everybody waits for it, and no longer than this stop lasts.
+                self._findings.count("SIGSTOP inside a write transaction of SQLite")
+                self._findings.count("seconds in which nobody could write", round(seconds, 1))
+            time.sleep(max(until - time.monotonic(), 0))
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            pass
+        finally:
+            self._stopped.discard(pid)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that this one has started, where the system says so in /proc."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _is_at_work(pid: int) -> bool:
+    """Whether a supervised process has connected to its database and so claims, or soon will."""
+    with suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/task")) > 4
+    return False
+
+
+def _nobody_can_write() -> bool:
+    name = str(connection.settings_dict["NAME"])
+    until = time.monotonic() + STUCK_AFTER
+    with closing(sqlite3.connect(name, timeout=0, isolation_level=None)) as other:
+        while time.monotonic() < until:
+            try:
+                other.execute("BEGIN IMMEDIATE")
+                other.execute("ROLLBACK")
+                return False
+            except sqlite3.OperationalError:
+                time.sleep(0.002)
+    return True
+
+
+class Actor(threading.Thread):
+    """Does one thing again and again until it is told to stop."""
+
+    def __init__(self, act: Callable[[], None], rest: float, chance: random.Random, stop: threading.Event):
+        super().__init__(name=getattr(act, "__name__", "actor"), daemon=True)
+        self._act, self._rest, self._random, self._halt = act, rest, chance, stop
+
+    def run(self) -> None:
+        while not self._halt.wait(self._random.uniform(0.5, 1.5) * self._rest):
+            self._act()
+
+
+def version() -> str:
+    with connection.cursor() as cursor:
+        if connection.vendor == "sqlite":
+            return f"SQLite {sqlite3.sqlite_version}"
+        cursor.execute("SHOW server_version")
+        return "PostgreSQL " + re.split(r"\s", cursor.fetchone()[0])[0]
