@@ -313,3 +313,46 @@ def test_a_planted_writer_is_told(number: int, planted: str) -> None:
 )
 def test_a_reader_is_not_told(harmless: str) -> None:
     assert not writers(harmless, "harmless.py")
+
+
+# --- surfaces --------------------------------------------------------------------------------------------------------
+
+SURFACES = ("admin", "rest", "management")
+
+
+def writing_functions() -> set[str]:
+    """The functions of the store that write: they open a statement, or run one that changes rows."""
+    tree = ast.parse((PACKAGE / "store.py").read_text())
+    writing = {
+        name
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and any(WRITING_SQL.search(text_of(part) or "") for part in ast.walk(node))
+        for name in [ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)]
+    }
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any(
+            (isinstance(part, ast.Name) and part.id in writing)
+            or (isinstance(part, ast.Attribute) and ast.unparse(part) == "database.statement")
+            for part in ast.walk(node)
+        )
+    }
+
+
+def test_every_surface_acts_through_the_service() -> None:
+    """B173: admin, REST and commands call the same functions; none of them writes by itself."""
+    writing = writing_functions()
+    assert {"insert", "request_cancel", "redrive", "complete", "take_orphan", "beat_many"} <= writing
+    wrong = [
+        f"{path.relative_to(PACKAGE.parent)}:{node.lineno}: {ast.unparse(node)}"
+        for path in sources()
+        if path.relative_to(PACKAGE).parts[0] in SURFACES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and (node.value.id == "lifecycle" or (node.value.id == "store" and node.attr in writing))
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)

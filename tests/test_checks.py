@@ -386,6 +386,7 @@ DATABASE_ROUTERS = ["routers.People"]
 
     @pytest.mark.parametrize("name", ["runworker", "reconcile", "prune_jobs"])
     def test_w004_a_command_of_another_app(self, project, name):
+        """F20."""
         good = {"default": {**SQLITE["default"], "OPTIONS": GOOD_OPTIONS}}
         found = project.check(
             f"DATABASES = {good!r}\nINSTALLED_APPS = ['channels_like', *INSTALLED_APPS]",

@@ -666,6 +666,7 @@ def test_settle_shows_first_and_settles_with_yes() -> None:
 
 @with_database
 def test_stats_counts_by_phase_queue_and_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F11."""
     for status in (
         "pending",
         "running",

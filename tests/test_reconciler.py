@@ -13,8 +13,8 @@ import pytest
 from django.db import InterfaceError, connection, connections, transaction
 from django.test import override_settings
 
-from durable_jobs import kinds, lifecycle, reconciler, signals, store
-from durable_jobs.exceptions import TransactionOwned
+from durable_jobs import kinds, lifecycle, reconciler, service, signals, store
+from durable_jobs.exceptions import LockKeyHeld, TransactionOwned
 from durable_jobs.kinds import Done, Kind, StatusMirror
 from durable_jobs.models import CancelRequest, Job, JobEvent, Pause, Scope, WorkerProcess, uuid7
 from durable_jobs.reconciler import Cancel, Leave, Park, Reconciler, Redrive, Report, decide, spacing
@@ -652,7 +652,7 @@ def test_live_leases_and_their_cancels_are_left_to_their_owners(mender: Reconcil
 
 
 def test_a_backlog_of_a_day_is_never_touched(mender: Reconciler, clock: Clock) -> None:
-    """P1, B121, B131: with the database as transport no message can be lost."""
+    """T14, P1, B121, B131: with the database as transport no message can be lost."""
     jobs = [make_job(status, kind=kind) for status in ("pending", "retrying") for kind in (Redriven, Parked)]
     jobs += [make_job(kind="nobody.knows"), make_job("held", kind=Parked)]
     long_ago = datetime.fromtimestamp(time.time() - 2 * DAY, UTC)
@@ -902,7 +902,7 @@ def test_one_bad_row_does_not_stop_the_pass(
 
 
 def test_a_live_cancel_does_not_fill_the_batch(mender: Reconciler) -> None:
-    """B132."""
+    """T15, B132."""
     live, waiting = make_job("running", kind=Parked), make_job(kind=Parked)
     for job in (live, waiting):
         store.request_cancel(job.id, scope=None)
@@ -956,7 +956,7 @@ def test_an_outage_of_another_database_that_a_hook_met_is_one_rows_error(
 def test_a_failure_to_publish_is_counted_and_changes_nothing(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """B128."""
+    """T16, B128."""
 
     def refuse(job: Job) -> None:
         raise ConnectionError("no broker")
@@ -986,6 +986,81 @@ def test_a_row_that_somebody_holds_is_passed_over_and_named(
     assert (record.job_id, str(pid) in record.holders) == (str(held.id), True)  # type: ignore[attr-defined]
     second_connection.leave()
     assert mender.tick().redriven == 1
+
+
+@pytest.mark.postgres_only
+def test_no_lock_is_held_across_a_hook_but_that_of_its_own_row(
+    mender: Reconciler, clock: Clock, second_connection: OtherConnection
+) -> None:
+    """B117: what was selected is free while the project's code takes its time."""
+    free: list[int] = []
+
+    def lock_the_others(job_id: Any) -> None:
+        with transaction.atomic():
+            free.append(len(Job.objects.select_for_update(nowait=True).exclude(pk=job_id)))
+
+    class Slow(Parked):
+        name = "tests.slow"
+
+        def on_transition(self, job: Job) -> int:
+            second_connection.run(lock_the_others, job.id)
+            return 1
+
+    with register_for_test(Slow):
+        orphans, waiting = [orphan(Slow) for _ in range(3)], [make_job(kind=Slow) for _ in range(3)]
+        for job in waiting:
+            store.request_cancel(job.id, scope=None)
+        first = mender.tick()
+        clock.skip(GRACE + 1)
+        second = mender.tick()
+    assert (first.cancelled, second.parked, second.errors) == (3, 3, 0)
+    assert free == [5] * 6
+    assert {now(job).status for job in orphans} == {"failed"}
+
+
+def test_a_pass_reads_no_more_than_a_batch_at_a_time(
+    mender: Reconciler, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B117, B132, T15: page by page, each in a transaction that has ended before the first row is touched."""
+    sizes: list[int] = []
+
+    def counted(read: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def page(*arguments: Any, **options: Any) -> list[Any]:
+            rows = read(*arguments, **options)
+            assert not connection.in_atomic_block
+            sizes.append(len(rows))
+            return rows
+
+        return page
+
+    for name in ("orphans", "cancelling", "mailed"):
+        monkeypatch.setattr(store, name, counted(getattr(store, name)))
+    for _ in range(5):
+        orphan()
+    assert passes(mender, clock, batch=2).redriven == 5
+    assert max(sizes) == 2 and sum(sizes) == 10
+
+
+def test_the_service_repairs_one_tenant_in_batches() -> None:
+    """B175, B119."""
+    ours, theirs = [orphan(scope=Scope("a")) for _ in range(3)], orphan(scope=Scope("b"))
+    report = service.reconcile(batch=1, tenant="a", wait=False)
+    assert (report.redriven, report.scanned) == (3, 6)
+    assert {now(job).status for job in ours} == {"pending"} and now(theirs).status == "running"
+
+
+def test_an_orphan_keeps_its_lock_key_whatever_was_started_meanwhile(
+    mender: Reconciler, clock: Clock
+) -> None:
+    """C015: no second job of the key can have been queued, so no repair meets one."""
+    keyed, free = orphan(lock_key="ledger"), [orphan(), orphan()]
+    with pytest.raises(LockKeyHeld):
+        service.start(Redriven, lock_key="ledger")
+    assert passes(mender, clock).redriven == 3
+    assert {now(job).status for job in [keyed, *free]} == {"pending"}
+    with pytest.raises(LockKeyHeld) as refused:
+        service.start(Redriven, lock_key="ledger")
+    assert refused.value.held_by == keyed.id
 
 
 # --- several, and other processes -----------------------------------------------------------------------

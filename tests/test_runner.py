@@ -1157,7 +1157,7 @@ class TestOutcomes:
         assert len(ran) == 1
 
     def test_a_yield_hands_back_and_counts_nothing(self) -> None:
-        """B66, B67"""
+        """T16, B66, B67"""
         job = start(made(lambda ctx: Yield()))
         for seq in (1, 2, 3):
             result = run_slice(job)
@@ -1243,7 +1243,7 @@ class TestOutcomes:
         assert row(job).error_code == "bad_outcome"
 
     def test_an_observed_cancel_overrides_every_outcome(self) -> None:
-        """B63, C12; a bare `return` at ctx.stop included."""
+        """T12, B63, C12; a bare `return` at ctx.stop included."""
 
         def park(ctx: Any) -> None:
             raise Park("x")

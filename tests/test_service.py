@@ -49,6 +49,7 @@ from durable_jobs.models import CancelRequest, Job, JobEvent, Scope
 from durable_jobs.runner import Outcome
 from durable_jobs.service import ALL_SCOPES, start_many
 from durable_jobs.testing import make_job
+from durable_jobs.transports.database import Claimer
 from tests.connections import OtherConnection
 from tests.models import Parcel, Shipment
 from tests.slices import OWNER, change, claim, columns, events, made, row, run_slice, start, steal
@@ -288,6 +289,7 @@ class TestTheDoor:
         ids=[f"{option}{number}" for number, (option, *_) in enumerate(BAD)],
     )
     def test_bad_input_is_refused_where_it_enters(self, option: str, field: str, value: Any) -> None:
+        """C072, C074."""
         with pytest.raises(InvalidInput) as caught:
             service.start(KIND, **{option: value})
         self.check(caught.value, field)
@@ -323,7 +325,7 @@ class TestTheDoor:
         refused("E_JOB_INPUT_INVALID", service.start, KIND, subject=shipment)
 
     def test_a_subject_of_another_database_is_refused(self) -> None:
-        """C115: the two could not change in one transaction."""
+        """T1, C115: the two could not change in one transaction."""
 
         class Elsewhere:
             def db_for_write(self, model: Any, **hints: Any) -> str | None:
@@ -401,7 +403,7 @@ class TestRunAfter:
         ids=str,
     )
     def test_a_job_is_due_at_the_instant_that_was_named(self, moment: datetime) -> None:
-        """B19, C-DST: any zone, to the microsecond, for one and for many."""
+        """C072, B19, C-DST: any zone, to the microsecond, for one and for many."""
         one = start(kinds_class(), run_after=moment)
         [(many, _)] = start_many([{"kind": KIND, "run_after": moment}])  # type: ignore[misc]
         assert row(one).next_run_at == row(many).next_run_at == moment.astimezone(UTC)
@@ -507,7 +509,7 @@ class TestIdempotency:
 class TestLockKey:
     @pytest.mark.parametrize("status", ALL_STATUSES)
     def test_one_live_job_holds_it(self, status: str) -> None:
-        """B32, B34, B35: held between retries and with a verdict, free after any end, and held jobs hold nothing."""
+        """C015, C050, B32, B34, B35: held between retries and with a verdict, free after any end, and held jobs hold nothing."""
         holder = make_job(status, kind=KIND, lock_key="l")
         if status not in LIVE:
             assert service.start(KIND, lock_key="l").created
@@ -867,7 +869,7 @@ class TestGet:
 class TestCancel:
     @pytest.mark.parametrize("status", ["pending", "held", "retrying", "verdict"])
     def test_what_does_not_run_ends_at_once(self, status: str, transport: Told, anna: Any) -> None:
-        """B99, B104: with its hooks, then the withdrawal of its delivery."""
+        """B175, B99, B104: with its hooks, then the withdrawal of its delivery."""
         calls: list[str] = []
         kinds.unregister(KIND)
         made(
@@ -892,7 +894,7 @@ class TestCancel:
         assert (ended.event, ended.actor) == ("cancelled", f"user:{anna.pk} anna")
 
     def test_running_work_is_asked_and_left_running(self, transport: Told, anna: Any) -> None:
-        """B97: the first time and the first requester are kept."""
+        """B175, B97: the first time and the first requester are kept."""
         job = make_job("running", kind=KIND, owner=OWNER)
         bob = get_user_model().objects.create_user("bob")
         first = service.cancel(job.id, actor=anna)
@@ -920,6 +922,56 @@ class TestCancel:
                 assert str(error) == str(NotFound(job.id))
             assert service.cancel(job.id, scope=scope).status == "cancelled"
         refused("not_found", service.cancel, uuid.uuid4())
+
+    def test_a_cancel_of_the_projects_row_cancels_its_jobs(self, anna: Any) -> None:
+        """B105: with their hooks; a row that has no job, or none that lives, is no error."""
+        calls: list[Any] = []
+        kinds.unregister(KIND)
+        made(
+            None,
+            on_cancel=lambda self, job: calls.append(job.id),
+            on_transition=lambda self, job: 1,
+            on_redrive=lambda self, job: 1,
+        )
+        shipment, other = Shipment.objects.create(), Shipment.objects.create()
+        assert service.cancel_subject(shipment) == service.cancel_subject(Shipment()) == []
+        ended = start(kinds_class(), subject=shipment)
+        service.cancel(ended.id)
+        waiting, running, held = (
+            start(kinds_class(), subject=shipment, hold=hold) for hold in (False, False, True)
+        )
+        claim(running)
+        foreign = start(kinds_class(), subject=shipment, scope=Scope("b"))
+        others = start(kinds_class(), subject=other)
+        with transaction.atomic():
+            answers = service.cancel_subject(shipment, actor=anna, reason="wrong file", operation="o1")
+        assert [(job.id, job.status) for job in answers] == [
+            (waiting.id, "cancelled"), (running.id, "running"), (held.id, "cancelled"),
+        ]  # fmt: skip
+        assert row(running).cancel_requested_at is not None
+        assert calls == [ended.id, waiting.id, held.id]
+        assert {row(job).cancel_requested_at for job in (foreign, others)} == {None}
+        assert {event.actor_id for event in waiting.events.filter(event="cancel_requested")} == {str(anna.pk)}
+        assert [job.id for job in service.cancel_subject(shipment, scope=ALL_SCOPES)] == [
+            running.id, foreign.id,
+        ]  # fmt: skip
+
+    def test_a_job_that_ends_meanwhile_is_left_out_of_a_cancel_of_its_row(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """B105."""
+        shipment = Shipment.objects.create()
+        first, second = start(kinds_class(), subject=shipment), start(kinds_class(), subject=shipment)
+        real = service.cancel
+
+        def ends_first(job_id: Any, **options: Any) -> Job:
+            if job_id == first.id:
+                run_slice(first)
+            return real(job_id, **options)
+
+        monkeypatch.setattr(service, "cancel", ends_first)
+        assert [job.id for job in service.cancel_subject(shipment)] == [second.id]
+        assert row(first).status == "completed"
 
     def test_all_scopes_must_be_said(self) -> None:
         job = start(kinds_class(), scope=Scope("a", "x"))
@@ -1249,7 +1301,7 @@ class TestRedrive:
         assert service.redrive(job.id, scope=Scope("a", "x")).status == "pending"
 
     def test_an_unknown_kind_is_refused(self) -> None:
-        """F19, C034"""
+        """B113, F19, C034"""
         job = make_job("failed", kind="tests.elsewhere")
         assert isinstance(refused("unknown_kind", service.redrive, job.id), UnknownKind)
 
@@ -1335,6 +1387,29 @@ class TestRedrive:
         assert (row(job).mirror_attempts, events(job)) == (1, ["mirror_failed"])
         assert [parcel.label for parcel in Parcel.objects.all()] == ["goes on"]
         assert transport.published == []
+
+    def test_a_redrive_that_nobody_hears_of_waits_for_whoever_looks(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """B113: neither a publish that fails nor an after-hook that raises undoes it; a poll finds the row."""
+        calls: list[str] = []
+
+        def unheard(*arguments: Any) -> None:
+            calls.append("publish")
+            raise OSError("no route")
+
+        def after_redrive(self: Any, job: Job) -> None:
+            calls.append("after")
+            raise RuntimeError("a broken after-hook")
+
+        monkeypatch.setattr("durable_jobs.transports.database._notify", unheard)
+        kinds.unregister(KIND)
+        made(None, after_redrive=after_redrive)
+        job = self.failed()
+        assert service.redrive(job.id).status == row(job).status == "pending"
+        assert calls == ["publish", "after"] if connection.vendor == "postgresql" else ["after"]
+        [found] = Claimer(OWNER).claim(5)
+        assert found.id == job.id
 
     def test_another_holder_of_the_lock_is_named(self) -> None:
         """B109, B36"""

@@ -117,6 +117,7 @@ def test_a_slice_finds_a_clean_thread(how: str) -> None:
 def test_it_works_in_another_thread_and_says_that_signals_do_not_reach_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """C069."""
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     one, codes = job("quick"), []
 
@@ -258,6 +259,7 @@ def test_a_drain_asks_slices_to_yield_and_gives_back_what_has_not_begun(start_wo
 
 
 def test_a_drain_waits_only_so_long_and_says_what_it_left(start_worker: Start) -> None:
+    """C067."""
     one = job("nap", 60)
     process = start_worker("--drain-timeout", "0.7")
     begun(one)
@@ -286,6 +288,7 @@ def test_leases_are_kept_during_a_drain(start_worker: Start) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_it_within_a_second(start_worker: Start, number: signal.Signals) -> None:
+    """C067."""
     one = job("nap", 60)
     process = start_worker("--drain-timeout", "60")
     begun(one)
@@ -410,6 +413,7 @@ def test_an_idle_worker_takes_a_job_at_once_and_stops_at_once(start_worker: Star
 
 
 def test_a_worker_whose_threads_all_hang_ends_with_75(start_worker: Start) -> None:
+    """C036."""
     hung = [job("hang"), job("hang")]
     process = start_worker("--concurrency", "2")
     assert process.wait(20) == 75, process.output

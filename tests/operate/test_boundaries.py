@@ -284,6 +284,7 @@ def repair(job: Job, position: int) -> None:
 def test_a_slice_that_dies_at_any_statement_is_repaired_and_comes_to_its_end(
     kinds_registered: None, kind: str, life: Callable[[Job], None], end: str
 ) -> None:
+    """C017, C019."""
     for position, job in every_death(lambda: shipped(kind), life):
         asked = row(job).cancel_requested_at is not None
         seen_by_repair(job)
@@ -337,6 +338,8 @@ def test_a_pass_over_a_table_that_dies_at_any_statement_takes_each_row_once(
 
 
 def test_a_repair_that_dies_at_any_statement_is_done_by_the_next_one(kinds_registered: None) -> None:
+    """C016."""
+
     def orphaned() -> Job:
         return claim(shipped("operate.ship"))
 

@@ -99,6 +99,7 @@ def open_fences(count: int) -> Iterator[list[Job]]:
 
 @pytest.mark.postgres_only
 def test_a_click_answers_at_once_however_long_a_fence_is_open(figure: Callable[..., None]) -> None:
+    """P11, F16."""
     took, clicks = [], 30
     with open_fences(1) as [job]:
         for _ in range(clicks):
@@ -118,6 +119,7 @@ def test_a_click_answers_at_once_however_long_a_fence_is_open(figure: Callable[.
 def test_two_transactions_that_cancel_two_fenced_jobs_crosswise_do_not_wait(
     other_connections: Callable[[], OtherConnection], figure: Callable[..., None]
 ) -> None:
+    """P11."""
     one, two = other_connections(), other_connections()
     longest = 0.0
 
@@ -185,7 +187,7 @@ class View:
 
 
 def test_a_view_that_locks_the_row_and_cancels_does_not_deadlock_with_the_slice() -> None:
-    """The slice holds the job and wants the row; on SQLite, which has one writer, it wants its fence."""
+    """P11: The slice holds the job and wants the row; on SQLite, which has one writer, it wants its fence."""
     shipment = Shipment.objects.create()
     fencing = threading.Event()
     view: Any = None

@@ -54,6 +54,7 @@ def one_comes_back_late(workers: list[Any]) -> Iterator[None]:
 
 
 def test_a_stopped_server_parks_nothing(start_worker: Start, postgres_server: Server) -> None:
+    """P2, C061."""
     with twenty_running_jobs(start_worker) as workers:
         connections.close_all()
         postgres_server.stop("fast")

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def test_a_killed_worker_s_job_goes_on_elsewhere(start_worker: Start, figure: Callable[..., None]) -> None:
-    """Within the lease, twice the grace and two ticks, on two workers that nobody supervises."""
+    """C019, C020: Within the lease, twice the grace and two ticks, on two workers that nobody supervises."""
     kind, lease, grace, tick = ("lasting", 60, 20.0, 15.0) if PROVE else ("patient", 1, 0.5, 0.3)
     one = start(kind, 600 if PROVE else 60)
     workers = [start_worker(GRACE=grace, TICK=tick) for _ in range(2)]
@@ -57,6 +57,7 @@ def test_a_killed_worker_s_job_goes_on_elsewhere(start_worker: Start, figure: Ca
 
 @proof
 def test_when_every_worker_is_killed_a_fresh_one_finds_the_jobs(start_worker: Start) -> None:
+    """C020."""
     jobs = [start("patient", 1) for _ in range(4)]
     workers = [start_worker("--concurrency", "2") for _ in range(2)]
     for one in jobs:
@@ -73,6 +74,7 @@ def test_when_every_worker_is_killed_a_fresh_one_finds_the_jobs(start_worker: St
 
 @proof
 def test_a_worker_that_slept_for_long_drops_what_it_lost_and_goes_on(start_worker: Start) -> None:
+    """C018."""
     one = start("nap", 2)
     slept = start_worker("--concurrency", "1")
     begun(one)
@@ -118,6 +120,7 @@ def test_a_job_that_kills_its_process_ends_parked_and_takes_nobody_along(
 
 
 def test_a_backlog_of_a_day_parks_nothing(start_worker: Start) -> None:
+    """P1, T14."""
     jobs = [start("quick") for _ in range(50)]
     yesterday = datetime.now(UTC) - timedelta(hours=25)
     Job._base_manager.update(
@@ -137,6 +140,7 @@ def test_a_backlog_of_a_day_parks_nothing(start_worker: Start) -> None:
 
 
 def test_a_worker_of_the_old_release_leaves_new_kinds_alone(start_worker: Start) -> None:
+    """P8, F19."""
     waiting, cancelled = start("quick"), start("quick")
     lost = start("patient", 1, priority=9)
     new = start_worker("--concurrency", "1", TICK=0)

@@ -118,6 +118,7 @@ def test_the_only_process_is_replaced_at_once(start_worker: Start, figure: Calla
 
 
 def test_a_process_whose_threads_all_hang_is_replaced_at_once(start_worker: Start) -> None:
+    """C036."""
     hung = start("hang")
     process = start_worker("--processes", "1", "--concurrency", "1", GRACE=20, TICK=15)
     begun(hung)
@@ -182,6 +183,7 @@ def test_a_process_that_dies_in_an_outage_is_repaired_after_it(
 def test_a_signal_drains_every_process_once(
     tmp_path: Path, number: signal.Signals, whole_group: bool
 ) -> None:
+    """C066."""
     jobs = [start("lasting", 60) for _ in range(2)]
     output = tmp_path / "output"
     with output.open("wb") as file:
@@ -399,7 +401,7 @@ def test_it_gives_up_after_many_quick_ends_and_drains_the_others(
 def test_no_process_uses_a_connection_of_another_and_the_supervisor_has_none(
     start_worker: Start, tmp_path: Path
 ) -> None:
-    """Dead jobs are repaired and a process is replaced before the jobs run."""
+    """C064: Dead jobs are repaired and a process is replaced before the jobs run."""
     dead = start("lasting", 60)
     environment = {}
     if connection.vendor == "postgresql" and find_spec("psycopg_pool"):
@@ -471,6 +473,7 @@ def test_an_error_on_import_ends_it_at_once(start_worker: Start, tmp_path: Path)
 
 
 def test_a_hanging_import_ends_it_when_the_start_takes_too_long(start_worker: Start, tmp_path: Path) -> None:
+    """C070."""
     trap = tmp_path / "trap"
     trap.write_text("hang")
     process = start_worker("--processes", "4", environment={TRAP: str(trap)}, START_TIMEOUT=2)
@@ -480,6 +483,7 @@ def test_a_hanging_import_ends_it_when_the_start_takes_too_long(start_worker: St
 
 
 def test_a_replacement_that_hangs_on_import_is_replaced(start_worker: Start, tmp_path: Path) -> None:
+    """C070."""
     trap = tmp_path / "trap"
     process = start_worker("--processes", "1", environment={TRAP: str(trap)}, START_TIMEOUT=3)
     (pid,) = all_begun(process, 1)
@@ -549,6 +553,7 @@ def write_kind(app: Path, result: str) -> None:
 def test_reload_drains_and_starts_again_when_code_changes(
     processes: Processes, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """C069."""
     from durable_jobs import service
     from tests.slices import made
 

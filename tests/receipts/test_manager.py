@@ -419,7 +419,7 @@ def test_a_database_that_does_not_answer_is_asked_again(
 
 
 def test_work_that_was_finished_is_completed_though_its_end_was_asked_for(managers: Any) -> None:
-    """A102, A44, C12."""
+    """A102, A44, C12, T12: its own rule; a receipt refuses, a slice obeys."""
     work, manager = Work(lambda ctx: "all of it"), managers()
     job_id = manager.start_job(KIND, work)
     assert work.begun.wait(10)

@@ -115,7 +115,7 @@ def test_a_repeat_meets_a_finished_job() -> None:
 
 @pytest.mark.parametrize("place", ["row", "mail"])
 def test_a_cancel_requested_before_refuses_the_completion(place: str) -> None:
-    """A67: on the row or in the mailbox."""
+    """T12, A67: on the row or in the mailbox."""
     ctx = owned()
     if place == "row":
         store.request_cancel(job_of(ctx).id, scope=None)
@@ -225,7 +225,7 @@ def test_only_a_text_of_json_is_a_receipt(verb: str, callback: Any) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("verb", ["complete", "finalize", "retry"])
 def test_a_callback_that_edits_the_job_is_refused(verb: str, edit: str) -> None:
-    """A69, A77: it grants itself nothing."""
+    """T23, A69, A77: it grants itself nothing."""
     job = ended("failed") if verb == "retry" else None
     ctx = context(job.idempotency_key) if job else owned()
     job_id = job.id if job else job_of(ctx).id
@@ -248,7 +248,7 @@ def test_a_callback_that_edits_the_job_is_refused(verb: str, edit: str) -> None:
 
 @pytest.mark.parametrize("verb", ["complete", "finalize"])
 def test_a_callback_that_lets_the_lease_run_out_is_refused(verb: str) -> None:
-    """A69, A72."""
+    """T23, A66, A69, A72."""
     ctx = owned(lease_seconds=0.15)
 
     def slow(_: ExecutionContext) -> str:
@@ -416,7 +416,7 @@ def test_the_fence_needs_a_running_job(status: str) -> None:
 
 @pytest.mark.parametrize("fact", ["database", "alias", "vendor"])
 def test_the_fence_knows_its_database(fact: str) -> None:
-    """A36: another database with the very same row is another job."""
+    """T1, A36: another database with the very same row is another job."""
     ctx = owned()
     assert ctx.fence is not None
     moved = replace(ctx, fence=replace(ctx.fence, **{fact: "elsewhere"}))
@@ -530,7 +530,7 @@ class Evil(Exception):
     "error", [ZeroDivisionError(), LeaseLostError(None), LockKeyHeld("k"), BaseException("odd"), Evil()]
 )
 def test_finalize_never_raises(error: BaseException) -> None:
-    """A71, A74: a failure of the bookkeeping does not hide the attempt's own."""
+    """T23, A71, A74: a failure of the bookkeeping does not hide the attempt's own."""
     ctx = owned()
     before = everything()
 
@@ -609,7 +609,7 @@ def test_past_the_deadline_the_database_is_not_asked(django_assert_num_queries: 
 
 @pytest.mark.parametrize("status", ["failed", "cancelled", "expired"])
 def test_a_retry_is_a_new_claim_of_the_same_work(status: str) -> None:
-    """A75, A78, A43, A31."""
+    """T23, A75, A78, A43, A31."""
     key = acts.new_key()
     job = job_of(expired(key=key)) if status == "expired" else ended(status, key=key)
     acts.write(job.id, "progress", 55)
