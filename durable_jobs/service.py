@@ -304,8 +304,8 @@ def cancel_subject(
     """Ask for the end of every job of a saved model instance that has not ended, and give them as they then are.
 
     For a cancel that is made on the project's own row. A row without such a job gives an empty list. Jobs that
-    end meanwhile are left out; otherwise as `cancel`, in the order of their ids, and one that raises `Busy` ends
-    the call.
+    end meanwhile are left out; otherwise as `cancel`, in the order of their ids. Raises `Busy`: it had come no
+    further than that job.
     """
     jobs = Job.objects.using(database.alias()).for_subject(subject).filter(finished_at__isnull=True)
     cancelled = []
