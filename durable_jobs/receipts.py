@@ -546,7 +546,7 @@ def begin(
         submission = Submission(ctx.idempotency_key, input)  # type: ignore[arg-type]
     granted = insert(
         ctx.kind, submission, scope=ctx.scope, owner=make_owner("receipts"), lease_seconds=lease_seconds,
-        limits=capacities(ctx.kind, ctx.scope, max_running), ctx=ctx,
+        limits=capacities(ctx.kind, ctx.scope, max_running), ctx=ctx, what="begin",
     )  # fmt: skip
     return Begun(granted.job, ctx.with_fence(granted.lease) if granted.lease else None)
 
@@ -565,7 +565,7 @@ def claim(
     """
     lease = take(
         job_id, scope=ctx.scope, owner=make_owner("receipts"), lease_seconds=lease_seconds,
-        limits=capacities(ctx.kind, ctx.scope, max_running), ctx=ctx,
+        limits=capacities(ctx.kind, ctx.scope, max_running), ctx=ctx, what="claim",
     )  # fmt: skip
     return ctx.with_fence(lease)
 
@@ -584,13 +584,14 @@ def insert(
     lease_seconds: float,
     limits: Sequence[Capacity] = (),
     ctx: ExecutionContext | None = None,
+    what: str = "start_job",
 ) -> Granted:
     """→ running and owned; or the earlier job of an identical submission, without a lease.
 
     Look-up, capacity and insert are one transaction. A repeat is recognised before capacity is judged.
     """
     new, ttl = new_job(kind, submission, scope, Status.RUNNING, ctx), lease_length(lease_seconds)
-    with write(ctx, "start_job", new.id):
+    with write(ctx, what, new.id):
         for one in limits:
             store.wait_lock(one.lock)
         earlier = _earlier(new)
@@ -636,12 +637,13 @@ def take(
     lease_seconds: float,
     limits: Sequence[Capacity] = (),
     ctx: ExecutionContext | None = None,
+    what: str = "resume_job",
 ) -> Lease:
     """held and authentic, or running with a lease that ran out → running under a new lease."""
     wanted, ttl = job_uuid(job_id), lease_length(lease_seconds)
     if ctx is not None:
         ctx.check_active()
-    with write(ctx, "resume_job", wanted):
+    with write(ctx, what, wanted):
         for one in limits:
             store.wait_lock(one.lock)
         before = store.image(wanted)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from durable_jobs import exceptions
+from durable_jobs import exceptions, kinds, receipts
 from durable_jobs.models import Ownership
 from durable_jobs.service import Scope
+from durable_jobs.testing import finish
 from tests.models import Shipment
 from tests.postgres import wait_until
 from tests.receipts import acts
@@ -20,7 +21,8 @@ from tests.receipts import acts
 pytestmark = pytest.mark.django_db(transaction=True)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "receipts.md").read_text()
-REPAIR, MANAGER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+MODELS, REPAIR, MANAGER, HELD, CANDIDATES = BLOCKS
 
 
 @pytest.fixture
@@ -56,8 +58,46 @@ def test_the_failed_repair_is_recorded_and_tried_again(warehouse: dict[str, Any]
     job = warehouse["repair"](shipment.pk, "anna")
     assert (job.status, job.result) == ("failed", {"changed": 0})
     assert job.error_message == f"ValueError: Shipment {shipment.pk} is not lost."
-    assert warehouse["try_again"](job, shipment.pk, "bob") == f'{{"checked": {shipment.pk}}}'
-    assert (acts.read(job.id).status, acts.read(job.id).attempts) == ("completed", 2)
+    Shipment.objects.update(status="lost")
+    again = warehouse["try_again"](job, shipment.pk, "bob")
+    assert (again.id, again.status, again.attempts, again.result["is"]) == (job.id, "completed", 2, "arrived")
+    shipment.refresh_from_db()
+    assert (shipment.status, shipment.note) == ("arrived", "tried: failed")
+
+
+def test_the_repair_whose_process_died_is_tried_again(warehouse: dict[str, Any]) -> None:
+    shipment = Shipment.objects.create(status="lost")
+    context = warehouse["context"](shipment.pk, "anna")
+    begun = receipts.begin(context, f'{{"shipment": {shipment.pk}}}')
+    acts.age(begun.job.id)
+    job = warehouse["repair"](shipment.pk, "anna")
+    assert (job.status, job.ownership) == ("running", "expired")
+    again = warehouse["try_again"](job, shipment.pk, "bob")
+    shipment.refresh_from_db()
+    assert (again.status, shipment.status, shipment.note) == ("completed", "arrived", "tried: running")
+
+
+def test_the_models_of_the_page_are_those_of_the_tests() -> None:
+    fields = set(re.findall(r"^    (\w+) = models\.", MODELS, re.MULTILINE))
+    assert fields <= {field.name for field in Shipment._meta.get_fields()}
+
+
+def test_the_held_import_of_the_page_is_released() -> None:
+    names: dict[str, Any] = {}
+    try:
+        exec(HELD, names)
+        assert finish(acts.read(names["held"].id)).result == {"imported": "march.csv"}
+    finally:
+        kinds.unregister("warehouse.import")
+
+
+def test_the_page_of_the_page_is_read(warehouse: dict[str, Any]) -> None:
+    shipment = Shipment.objects.create(status="moving")
+    with pytest.raises(ValueError, match="is not lost"):
+        warehouse["repair"](shipment.pk, "anna")
+    names: dict[str, Any] = {}
+    exec(CANDIDATES, names)
+    assert [job.input for job in names["page"].candidates] == [{"shipment": shipment.pk}]
 
 
 def test_the_manager_of_the_page_runs_its_report() -> None:

@@ -871,7 +871,7 @@ class WithRawBegin:
 def test_a_borrowed_transaction_is_refused_and_stays_usable(borrowed: Callable[[], Any]) -> None:
     """A38, A66, A95: nothing of it is rolled back, and the caller's own row commits."""
     ctx, failed = owned(), ended("failed")
-    before = everything()
+    before, told = everything(), []
     with borrowed():
         Shipment.objects.create(note="the caller's")
         for act in (
@@ -884,8 +884,10 @@ def test_a_borrowed_transaction_is_refused_and_stays_usable(borrowed: Callable[[
             with pytest.raises(TransactionOwned) as refused:
                 act()
             assert refused.value.code == "E_JOB_TRANSACTION_OWNED"
+            told.append(str(refused.value).split()[0])
         answer = finalize_atomically(ctx, FAILED, bookkeeping)
         assert isinstance(answer, PendingFinalization) and answer.code == "E_JOB_TRANSACTION_OWNED"
+    assert told == ["complete_atomically", "retry_atomically", "begin", "claim", "candidates"]
     assert [note for _, _, note in acts.shipments()] == ["the caller's"]
     assert everything()[0] == before[0]
     complete_atomically(ctx, lambda _: ship())
