@@ -114,7 +114,7 @@ def test_all_leases_are_renewed_by_one_statement(keeper: Keeper, monkeypatch: py
     for hold in holds:
         keeper.hold(hold)
     keeper.beat_now()
-    wait_until(lambda: 20 in calls, 3, "no beat for all")
+    wait_until(lambda: 20 in calls, 10, "no beat for all")
     assert len(calls) <= 3
 
 
@@ -167,10 +167,10 @@ def test_a_lease_whose_row_is_locked_is_tried_again_alone_and_soon(
     keeper.hold(locked)
     keeper.hold(free)
     keeper.beat_now()
-    wait_until(lambda: locked._retry_at < float("inf"), 2, "not noticed as locked")
+    wait_until(lambda: locked._retry_at < float("inf"), 10, "not noticed as locked")
     beaten, waited = row(free).heartbeat_at, row(locked).heartbeat_at
     second_connection.leave()
-    wait_until(lambda: row(locked).heartbeat_at > waited, 2, "not tried again")
+    wait_until(lambda: row(locked).heartbeat_at > waited, 10, "not tried again")
     assert row(free).heartbeat_at == beaten
 
 
@@ -203,7 +203,7 @@ def test_a_pause_is_carried_back_and_wakes_a_waiting_step(keeper: Keeper) -> Non
     hold = claimed(ttl=0.6)
     keeper.hold(hold)
     service.pause(queue="worker", reason="maintenance", actor="test")
-    wait_until(lambda: hold.paused, 2, "the pause was not seen")
+    wait_until(lambda: hold.paused, 10, "the pause was not seen")
     assert hold.stop.is_set()
     assert not hold.cancelled
 
@@ -214,7 +214,7 @@ def test_a_row_of_this_owner_that_nobody_holds_is_given_back(
     known, stranger = claimed(ttl=0.6), claimed(ttl=30)
     keeper.hold(known)
     with caplog.at_level(logging.WARNING, "durable_jobs"):
-        wait_until(lambda: row(stranger).status == "pending", 3, "not given back")
+        wait_until(lambda: row(stranger).status == "pending", 10, "not given back")
     job = row(stranger)
     assert (job.continuation_seq, job.redrives, job.consecutive_failures) == (0, 0, 0)
     assert row(known).status == "running"
@@ -227,7 +227,7 @@ def test_an_idle_process_finds_strangers_too(monkeypatch: pytest.MonkeyPatch) ->
     keeper = Keeper(OWNER)
     keeper.start()
     try:
-        wait_until(lambda: row(stranger).status == "pending", 3, "not given back")
+        wait_until(lambda: row(stranger).status == "pending", 10, "not given back")
     finally:
         keeper.stop()
 
@@ -235,7 +235,7 @@ def test_an_idle_process_finds_strangers_too(monkeypatch: pytest.MonkeyPatch) ->
 def look(keeper: Keeper) -> None:
     before = time.monotonic()
     keeper.beat_now()
-    wait_until(lambda: keeper.last_beat > before, 3, "no look")
+    wait_until(lambda: keeper.last_beat > before, 10, "no look")
 
 
 def test_a_row_whose_slice_was_given_up_here_is_no_stranger(keeper: Keeper) -> None:
@@ -256,7 +256,7 @@ def test_one_look_makes_no_stranger(keeper: Keeper) -> None:
     look(keeper)
     assert row(job).status == "running"
     look(keeper)
-    wait_until(lambda: row(job).status == "pending", 1, "not given back at the second look in a row")
+    wait_until(lambda: row(job).status == "pending", 10, "not given back at the second look in a row")
 
 
 def test_no_row_is_a_stranger_while_a_claim_is_in_flight(keeper: Keeper) -> None:
@@ -295,9 +295,9 @@ def test_a_slice_without_a_commit_for_too_long_is_given_up_with_its_stack(
         with caplog.at_level(logging.ERROR, "durable_jobs"):
             keeper.hold(hold)
             assert hold.stop.wait(2)
-            wait_until(lambda: "hangs_here" in caplog.text, 2, f"no stack in {caplog.text!r}")
+            wait_until(lambda: "hangs_here" in caplog.text, 10, f"no stack in {caplog.text!r}")
         assert keeper.overdue == [hold]
-        wait_until(lambda: expired(hold), 2, "still renewed")
+        wait_until(lambda: expired(hold), 10, "still renewed")
         hold.committed()
         store.write_checkpoint(hold.lease)
         assert not any(samples(hold, 0.4))
@@ -349,7 +349,7 @@ def test_a_keeper_that_is_stopped_closes_its_connection(monkeypatch: pytest.Monk
     keeper.start()
     hold = claimed(ttl=0.5)
     keeper.hold(hold)
-    wait_until(lambda: bool(made), 2, "no beat")
+    wait_until(lambda: bool(made), 10, "no beat")
     assert made[0] is not connections["default"]
     keeper.stop()
     assert keeper._thread is not None
@@ -383,7 +383,7 @@ def test_an_outage_shorter_than_the_lease_loses_nothing(
         time.sleep(2)
         postgres_server.start()
         before = time.monotonic()
-        wait_until(lambda: keeper.last_beat > before, 3, "no beat after the outage")
+        wait_until(lambda: keeper.last_beat > before, 10, "no beat after the outage")
     try:
         assert not hold.lost
         assert not hold.stop.is_set()
@@ -448,7 +448,7 @@ def test_a_file_locked_for_longer_than_the_lease_means_nothing(
     time.sleep(1)
     assert expired(hold)
     second_connection.leave()
-    wait_until(lambda: not expired(hold), 1, "not beaten after the lock")
+    wait_until(lambda: not expired(hold), 10, "not beaten after the lock")
     assert not hold.lost
 
 

@@ -83,7 +83,7 @@ def start_worker(processes: Processes) -> Iterator[Start]:
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        wait_until(lambda left=left: not any(lives(pid) for pid in left), 5, "a child lives on")  # type: ignore[misc]
+        wait_until(lambda left=left: not any(lives(pid) for pid in left), 20, "a child lives on")  # type: ignore[misc]
 
 
 def children(process: Process) -> list[int]:

@@ -35,7 +35,7 @@ def test_a_killed_worker_s_job_goes_on_elsewhere(start_worker: Start, figure: Ca
     one = start(kind, 600 if PROVE else 60)
     workers = [start_worker(GRACE=grace, TICK=tick) for _ in range(2)]
     begun(one)
-    wait_until(lambda: (now(one).checkpoint or 0) >= 3, 5, "no commits")
+    wait_until(lambda: (now(one).checkpoint or 0) >= 3, 20, "no commits")
     (victim,) = [worker for worker in workers if worker.pid == holder(one)]
     left = now(one).checkpoint
     at = time.monotonic()
@@ -189,5 +189,5 @@ def test_two_dead_rows_take_no_place_from_new_jobs(start_worker: Start) -> None:
     jobs = [start("quick") for _ in range(5)]
     start_worker("--concurrency", "2", TICK=0)
     for one in jobs:
-        wait_for(one, "completed", 10)
+        wait_for(one, "completed", 30)
     assert {now(one).status for one in dead} == {"running"}
