@@ -175,6 +175,35 @@ def test_a_lease_whose_row_is_locked_is_tried_again_alone_and_soon(
 
 
 @pytest.mark.postgres_only
+def test_the_keepers_connection_notices_a_cut_line_by_itself(keeper: Keeper) -> None:
+    """The project's settings may know no timeouts; a beat that waits for hours would cost every lease."""
+    hold = claimed()
+    keeper.hold(hold)
+    wait_until(lambda: len(keepers()) == 1, 5, "no connection of its own")
+    given: dict[str, Any] = {}
+
+    def remember() -> None:
+        given.update(own_connection.own("other").get_connection_params())
+        own_connection.close()
+
+    in_a_thread(remember)
+    wanted = ("connect_timeout", "keepalives_idle", "tcp_user_timeout")
+    assert [given[name] for name in wanted] == [5, 30, 30_000]
+
+
+def keepers() -> list[int]:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pid FROM pg_stat_activity WHERE application_name = 'durable_jobs keeper'")
+        return [pid for (pid,) in cursor.fetchall()]
+
+
+def in_a_thread(act: Callable[[], None]) -> None:
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.postgres_only
 def test_our_own_long_fence_is_not_lost(keeper: Keeper, second_connection: OtherConnection) -> None:
     hold = claimed(ttl=0.6)
     second_connection.enter(database.transaction("default"))
