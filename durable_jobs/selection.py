@@ -373,7 +373,8 @@ def _grouped(selection: Selection, look: Look, most: int) -> list[Group]:
     # As they are taken, and no more of them than are asked for. Grouped in the database they would be looked up
     # a second time by their ids.
     found = jobs.order_by("finished_at" if selection.is_failed else "id")[:most]
-    numbers = Counter(found.values_list("kind", "error_type").iterator())
+    # No iterator(): its cursor would not outlive a transaction behind a pooler.
+    numbers = Counter(found.values_list("kind", "error_type"))
     ordered = sorted(numbers.items(), key=lambda item: (-item[1], item[0][0]))
     return [Group(kind, error_type or "", number) for (kind, error_type), number in ordered]
 
