@@ -8,6 +8,7 @@ import functools
 import gc
 import json
 import logging
+import sqlite3
 import sys
 import threading
 import time
@@ -2218,6 +2219,49 @@ class TestConnection:
 
         job = start(made(step))
         assert [run_slice(job).outcome for _ in range(3)] == [Outcome.RETRY, Outcome.RETRY, Outcome.FAILED]
+
+    @pytest.mark.sqlite_only
+    def test_a_file_that_stays_locked_for_too_long_is_an_outage(
+        self, second_connection: OtherConnection, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """C061: even a kind that allows no failure goes on afterwards."""
+        monkeypatch.setitem(connection.settings_dict["OPTIONS"], "timeout", 0.1)
+        unlock = threading.Timer(0.6, second_connection.leave)
+
+        def step(ctx: Any) -> Done:
+            if ctx.job.attempts == 1:
+                second_connection.enter(transaction.atomic())
+                second_connection.run(mark, "locks the file")
+                unlock.start()
+            with ctx.fenced():
+                mark("done")
+            return Done()
+
+        job = start(made(step, retry=Retry(failures=1)))
+        result = run_slice(job, keeper=KeptHolds())
+        unlock.join()
+        assert result.outcome == Outcome.RETRY and isinstance(result.error, database.FileLocked)
+        assert (limits(job), events(job)) == ((0, 0, 0, 0), [])
+        assert run_slice(job).outcome == Outcome.COMPLETED
+
+    @pytest.mark.sqlite_only
+    def test_a_step_that_locks_itself_out_has_an_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The file is free as soon as the step has ended, so it is no outage."""
+        monkeypatch.setitem(connection.settings_dict["OPTIONS"], "timeout", 0.2)
+
+        def step(ctx: Any) -> Done:
+            other = sqlite3.connect(connection.settings_dict["NAME"])
+            other.execute("BEGIN EXCLUSIVE")
+            try:
+                with ctx.fenced():
+                    return Done()
+            finally:
+                other.close()
+
+        job = start(made(step, max_orphanings=2))
+        outcomes = [run_slice(job, keeper=KeptHolds()).outcome for _ in range(3)]
+        assert outcomes == [Outcome.RETRY, Outcome.RETRY, Outcome.FAILED]
+        assert row(job).error_code == "poison" and events(job)[:2] == ["cut_off", "cut_off"]
 
     def test_an_outage_while_the_outcome_is_written_is_waited_out(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
