@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
             with database(options.database, Path(name)) as server:
                 os.environ["DJANGO_SETTINGS_MODULE"] = "tests.soak.settings"
                 os.environ["DURABLE_JOBS_TEST_SETTINGS"] = json.dumps(
-                    {"DISCOVER": ["soak.kinds"], "GRACE": 1.0}
+                    {"DISCOVER": ["soak.kinds"], "GRACE": 2.0}
                 )
                 import django
 

@@ -65,7 +65,16 @@ class Watch:
             lease_expires_at__lt=database.clock() - LONGEST_EXPIRED
         )
         for job in over:
-            self.findings.violate("a running row stays expired", job=job.id, expired_at=job.lease_expires_at)
+            self.findings.violate(
+                "a running row stays expired",
+                job=job.id,
+                owner=job.lease_owner,
+                expired_at=job.lease_expires_at,
+                cancel_requested_at=job.cancel_requested_at,
+                history=list(
+                    JobEvent.objects.filter(job_id=job.id).order_by("id").values_list("event", flat=True)
+                ),
+            )
 
     def _one_live_job_for_a_key(self) -> None:
         keys = Counter(

@@ -19,7 +19,7 @@ from tests.processes import Process, Processes
 from tests.soak.checks import Findings
 from tests.soak.kinds import LEASE_SECONDS
 
-GRACE, TICK = 1.0, 0.5
+GRACE, TICK = 2.0, 1.0
 SETTINGS = {"DISCOVER": ["soak.kinds"], "POLL": 0.1, "TICK": TICK, "GRACE": GRACE}
 ENVIRONMENT = {"DJANGO_SETTINGS_MODULE": "tests.soak.settings"}
 
@@ -32,7 +32,9 @@ STUCK_AFTER = 0.8
 """Seconds for which nobody gets SQLite's write lock before it is said that a stopped process holds it."""
 
 NOTED = ("lease_lost", "slice_cut_off", "outcome_waits", "cancel_mirror_failed", "database_unavailable",
-         "process_repaired", "worker_stopped", "fenced_block_long")  # fmt: skip
+         "process_repaired", "worker_stopped", "fenced_block_long",
+         "reconcile_sightings_void", "reconcile_pass_failed", "reconcile_cancel_failed", "reconcile_orphan_failed",
+         "orphan_locked")  # fmt: skip
 FORBIDDEN = ("slice_broke", "deadlock detected", "IntegrityError", "terminal_mirror_mismatch", "bad_outcome",
              "slice_left_running")  # fmt: skip
 

@@ -16,7 +16,7 @@ from durable_jobs.models import Job
 from durable_jobs.runner import SliceContext
 from tests.soak.models import Applied, Order, Sent
 
-LEASE_SECONDS = 2.0
+LEASE_SECONDS = 3.0
 REST = 0.04
 """Seconds that an item takes beside its statements."""
 

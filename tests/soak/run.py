@@ -54,7 +54,7 @@ class Soak:
         logging.getLogger("django.request").setLevel(logging.CRITICAL)
         logging.getLogger("durable_jobs").setLevel(logging.CRITICAL)
         named = version()
-        began = time.monotonic()
+        began, load = time.monotonic(), os.getloadavg()
         try:
             self.crew.start()
             self._trouble()
@@ -72,6 +72,7 @@ class Soak:
         return {
             "version": named,
             "seconds": round(time.monotonic() - began, 1),
+            "load_average_before_and_after": [load[0], os.getloadavg()[1]],
             "counts": {name: round(counts[name], 1) for name in sorted(counts) if counts[name]},
             "jobs": dict(sorted(left.items())),
             "violations": self.findings.violations,
