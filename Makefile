@@ -12,7 +12,7 @@ DB ?= sqlite
 unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sqlite test-postgres test-e2e prove soak test-tasks test-wheel test-tutorial test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
+.PHONY: help install test test-sqlite test-postgres test-e2e prove mutate soak test-tasks test-wheel test-tutorial test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
 
 help:  ## Explain the targets
 	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
@@ -60,6 +60,10 @@ endif
 
 test-tasks: install  ## Run the tests of the tasks' backend on this Django and, where a Python 3.12 is, on Django 6
 	env -u DATABASE_URL $(PY) -m tests.tasks $(ARGS)
+
+mutate: install  ## Change the core a little, many times: do the tests notice? (ARGS: --sample 400, --part 3/8, --module store)
+	env -u DATABASE_URL $(PY) -m tests.mutation $(ARGS)
+	env -u DATABASE_URL $(PY) -m tests.postgres run -- $(PY) -m tests.mutation $(ARGS)
 
 soak: install  ## Kill workers at random and check what is left (MINUTES=10 DB=sqlite|postgres; ARGS: --seed 7, --report FILE)
 	env -u DATABASE_URL $(PY) -m tests.soak --minutes $(MINUTES) --database $(DB) $(ARGS)

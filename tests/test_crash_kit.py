@@ -91,7 +91,7 @@ def mailed_after_the_commit(ctx: Any, number: int) -> None:
 
 @transactional
 def test_a_kind_that_works_in_fences_shows_no_death() -> None:
-    """C013: killed at every place, nothing twice and nothing skipped."""
+    """Killed at every place, nothing twice and nothing skipped."""
     report = crash_test(kind_of(fenced))
     report.assert_exact()
     assert report.exact and report.crashes > 12
@@ -122,7 +122,7 @@ def test_a_row_that_is_written_after_its_checkpoint_is_missing() -> None:
 
 @transactional
 def test_a_mail_from_a_fence_may_go_out_twice_and_one_after_its_commit_not_at_all() -> None:
-    """C014: effects outside the database are found as well."""
+    """Effects outside the database are found as well."""
     inside = crash_test(kind_of(mailed, 1))
     assert inside.repeated and not inside.missing
     assert ("mail", "number 1", "anna@example.com") in {one.effect for one in inside.repeated}
@@ -311,7 +311,7 @@ class TestExpireLease:
 @pytest.mark.django_db
 class TestFreezeWorker:
     def test_the_frozen_worker_writes_nothing_more_and_the_job_is_done(self) -> None:
-        """C011, A13: it wakes up after another owner has finished its job."""
+        """C009: it wakes up after another owner has finished its job; it can commit nothing."""
         job = start(kind_of(fenced))
         with freeze_worker():
             result = run_slice(job)

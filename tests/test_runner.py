@@ -2266,20 +2266,21 @@ class TestConnection:
     def test_an_outage_while_the_outcome_is_written_is_waited_out(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Finished work is not failed work, and never repeated for an outage."""
+        """C011: finished work is not failed work, and never repeated for an outage."""
         monkeypatch.setattr(runner, "FIRST_WAIT_SECONDS", 0.001)
+        monkeypatch.setattr(runner, "LONGEST_WAIT_SECONDS", 0.01)
         real, tries, ran = store.complete, [], []
 
         def flaky(*arguments: Any, **options: Any) -> Any:
             tries.append(1)
-            if len(tries) < 4:
+            if len(tries) < 11:
                 raise OperationalError("database is locked")
             return real(*arguments, **options)
 
         monkeypatch.setattr(store, "complete", flaky)
         job = start(made(lambda ctx: ran.append(1) or Done("kept")))
         assert run_slice(job, keeper=KeptHolds()).outcome == Outcome.COMPLETED
-        assert (len(tries), len(ran), row(job).result) == (4, 1, "kept")
+        assert (len(tries), len(ran), row(job).result) == (11, 1, "kept")
         assert [r.event for r in caplog.records if r.levelno >= logging.WARNING] == ["outcome_waits"]
 
     @pytest.mark.parametrize("state", ["40001", "40P01", "55P03"])

@@ -194,6 +194,7 @@ def test_a_suspect_that_has_committed_is_none_any_more(settings: Any) -> None:
 
 
 def test_threads_and_connections_are_as_many_after_a_thousand_jobs_as_after_ten(settings: Any) -> None:
+    """C100."""
     settings.DURABLE_JOBS = SETTINGS
     files = Path("/proc/self/fd")
 
@@ -269,6 +270,16 @@ def test_a_drain_waits_only_so_long_and_says_what_it_left(start_worker: Start) -
     assert 0.6 < time.monotonic() - began < 4
     assert f"Not waiting any longer for 1 running slice (worker.nap {one.id})" in process.output
     assert now(one).status == "running"
+
+
+def test_a_slice_that_takes_three_leases_runs_once(start_worker: Start) -> None:
+    """C005: its lease is renewed beside it, and a second worker that repairs all the time leaves it alone."""
+    one = job("nap", 3.2)
+    for each in [start_worker(TICK=0.2) for _ in range(2)]:
+        each.wait_for_output("worker_started")
+    done = wait_for(one, "completed", 20)
+    assert (done.attempts, done.redrives, done.lost_deliveries) == (1, 0, 0)
+    assert JobEvent.objects.filter(job_id=one.pk, event="ran").count() == 1
 
 
 def test_leases_are_kept_during_a_drain(start_worker: Start) -> None:
@@ -478,6 +489,7 @@ def connections_made(server: Server) -> int:
 
 @pytest.mark.postgres_only
 def test_connections_are_few_named_and_kept(start_worker: Start) -> None:
+    """C100: and none is left when the worker has gone."""
     process = start_worker("--concurrency", "3")
     for _ in range(30):
         job("quick")
@@ -500,6 +512,7 @@ def test_connections_are_few_named_and_kept(start_worker: Start) -> None:
     assert {name: pid for name, pid in second.items() if name in first} == first
     process.terminate()
     assert process.wait(20) == 0
+    wait_until(lambda: not backends(), 5, "connections are left")
 
 
 @pytest.mark.sqlite_only
@@ -523,6 +536,7 @@ def test_a_file_that_is_locked_for_long_is_waited_for(
 
 
 def test_a_database_without_tables_is_named_in_one_line(processes: Processes, tmp_path: Path) -> None:
+    """C110: "migrate first", and an exit code of its own."""
     environment = {"DATABASE_URL": f"sqlite:///{tmp_path / 'empty.sqlite3'}"}
     process = processes.manage("runworker", settings=SETTINGS, environment=environment)
     assert process.wait(20) == 3, process.output

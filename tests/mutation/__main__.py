@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import importlib.abc
 import importlib.machinery
 import json
@@ -289,8 +290,8 @@ class Run:
 
     def _try(self, mutants: list[Mutant]) -> None:
         # Not the package itself: that is imported by each fork, changed.
-        import rest_framework.test  # noqa: F401
-
+        for name in ("django.test", "django.db.backends.sqlite3.base", "psycopg", "pytest", "pytest_django"):
+            importlib.import_module(name)
         reach = self._reach()
         template = self.folder / "template.sqlite3"
         if self.vendor == "sqlite":

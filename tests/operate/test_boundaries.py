@@ -284,6 +284,7 @@ def repair(job: Job, position: int) -> None:
 def test_a_slice_that_dies_at_any_statement_is_repaired_and_comes_to_its_end(
     kinds_registered: None, kind: str, life: Callable[[Job], None], end: str
 ) -> None:
+    """C008: between the step's return and the end of the job, too."""
     """C017, C019."""
     for position, job in every_death(lambda: shipped(kind), life):
         asked = row(job).cancel_requested_at is not None

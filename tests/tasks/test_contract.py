@@ -1,4 +1,4 @@
-"""What Django promises of every task backend, held by ours (C122 to C124)."""
+"""What Django promises of every task backend, held by ours (C122, C123, C124)."""
 
 from __future__ import annotations
 
