@@ -501,7 +501,7 @@ def retry_atomically(
         )
         lease = Lease(wanted, new_owner, job.lease_epoch, ttl)
         after = store.image(wanted)
-        if after is None or _lost(after, lease) or after.requested:
+        if after is None or _lost(after, lease) or after.requested or after.temporary:
             raise LeaseLostError(wanted, new_owner, job.lease_epoch, "the new attempt is not the row's")
     return lease
 

@@ -34,9 +34,11 @@ def context(key: str | None = None, *, seconds: float = 10.0, **given: Any) -> E
 
 
 def owned(*, lease_seconds: float = 30.0, input: str = INPUT, **given: Any) -> ExecutionContext:
-    """A running job, and the context that may write it."""
-    begun = receipts.begin(context(**given), input, lease_seconds=lease_seconds)
+    """A running job, and the context that may write it; a short lease begins when all of that is there."""
+    begun = receipts.begin(context(**given), input, lease_seconds=max(lease_seconds, 5.0))
     assert begun.ctx is not None
+    if lease_seconds < 5.0:
+        write(begun.job.id, "lease_expires_at", rows.ahead(lease_seconds))
     return begun.ctx
 
 

@@ -115,6 +115,17 @@ def test_the_manager_of_the_page_runs_its_report() -> None:
     manager._beats and manager._beats.join(5)
 
 
+def test_the_page_says_what_is_not_promised() -> None:
+    """A109, A110."""
+    for sentence in (
+        "nothing was changed by it", "does not protect what is written past them, nor effects outside the database",
+        "does not say that anything has stopped", "Nothing interrupts running code", "refuses an open one",
+        "says nothing about what was done", "`cleanup` removes nothing",
+    ):  # fmt: skip
+        assert sentence in PAGE, sentence
+    assert "Callbacks are trusted" in (receipts.__doc__ or "")
+
+
 def test_the_page_names_every_code_and_every_ownership() -> None:
     coded = {str(getattr(value, "code", "")) for value in vars(exceptions).values()}
     codes = {code for code in coded if code.startswith("E_JOB_")}

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from django.db import DatabaseError, connection
+from django.db import DatabaseError, connection, transaction
 
 from durable_jobs import bounded, receipts, service, store
 from durable_jobs.exceptions import DeadlineExceeded, LeaseLostError
@@ -243,18 +243,32 @@ def test_a_deadline_that_passes_at_any_step_leaves_nothing_or_everything(
 
 
 @pytest.mark.parametrize("name", ["complete", "finalize"])
-def test_a_lease_that_runs_out_at_any_step_leaves_nothing_or_everything(name: str) -> None:
-    """A66, A69, A72."""
-    refused = 0
-    for case, before, error, where in walk(name, lambda case: time.sleep(0.12), lease_seconds=0.1):
+def test_a_lease_that_runs_out_at_any_step_leaves_nothing_or_everything(
+    name: str, second_connection: OtherConnection
+) -> None:
+    """A66, A69, A72: also with a thief at hand, whom the lock keeps out (on SQLite he would wait for the file)."""
+    refused = stolen = 0
+
+    def run_out(case: Case) -> None:
+        time.sleep(0.12)
+        if connection.vendor == "postgresql":
+            second_connection.run(store.claim_held, case.job_id, scope=HOME, owner="thief", ttl=60)
+
+    for case, before, error, where in walk(name, run_out, lease_seconds=0.1):
         if error is None:
             assert case.is_done(name), where
+            continue
+        refused += 1
+        code = error.answer.code if isinstance(error, Pending) else getattr(error, "code", None)
+        assert code == LeaseLostError.code, where
+        if acts.read(case.job_id).lease_owner == "thief":
+            stolen += 1
+            assert acts.read(case.job_id).lease_epoch == 2 and not acts.shipments(), where
         else:
-            refused += 1
-            code = error.answer.code if isinstance(error, Pending) else getattr(error, "code", None)
-            assert code == LeaseLostError.code, where
             assert everything() == before, where
     assert refused >= 8
+    if connection.vendor == "postgresql":
+        assert 1 <= stolen < refused  # before the row was locked, and not after
 
 
 @pytest.mark.postgres_only
@@ -299,9 +313,14 @@ def test_a_cancel_by_somebody_else_before_and_after(when: str, second_connection
     assert case.is_done("complete")
 
 
+def claim_as_thief(case: Case) -> None:
+    with transaction.atomic():
+        assert store.claim_held(case.job_id, scope=HOME, owner="thief", ttl=60) is None
+
+
 @each_verb
 def test_a_stolen_job_is_written_by_nobody_else(name: str, second_connection: OtherConnection) -> None:
-    """A34, A79: stolen before the first lock; afterwards the lock keeps thieves away."""
+    """A34, A79: stolen before the first lock; the lock, and then the job's end, keep thieves away."""
 
     def steal(case: Case) -> None:
         rows.execute(
@@ -316,6 +335,12 @@ def test_a_stolen_job_is_written_by_nobody_else(name: str, second_connection: Ot
     with pytest.raises((LeaseLostError, Pending, receipts.NotReclaimable)):
         case.call()
     assert everything() == stolen
+    clear()
+    late = VERBS[name]()
+    late.call()
+    done = everything()
+    second_connection.run(claim_as_thief, late)
+    assert everything() == done
 
 
 CHILD = """
@@ -387,14 +412,14 @@ def test_a_connection_that_is_cut_inside_leaves_nothing(
 @pytest.mark.parametrize("name", ["complete", "finalize"])
 def test_while_a_verb_works_nobody_takes_the_job(name: str, second_connection: OtherConnection) -> None:
     """P4: what takes a job from somebody skips the locked row (PostgreSQL), or waits for the file (SQLite)."""
-    ctx = owned(lease_seconds=0.05)
+    ctx = owned(lease_seconds=0.5)
     taken: list[Any] = []
 
     def take() -> Any:
         return store.claim_held(job_of(ctx).id, scope=HOME, owner="thief", ttl=30)
 
     def slow(_: ExecutionContext) -> str:
-        time.sleep(0.1)
+        time.sleep(0.55)
         if connection.vendor == "postgresql":
             taken.append(second_connection.run(take))
         return ship()

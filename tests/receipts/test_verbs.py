@@ -282,7 +282,7 @@ def test_a_callback_that_ends_the_transaction_itself_is_found_out() -> None:
 
 
 def test_four_threads_with_one_lease_complete_once() -> None:
-    """A34, A35: the lease names an attempt, not a thread."""
+    """A34, A35, C11: the lease names an attempt, not a thread."""
     ctx, barrier, answers = owned(), threading.Barrier(4), []
 
     def complete() -> None:
@@ -372,7 +372,7 @@ def test_without_a_fence_only_the_activity_is_checked(django_assert_num_queries:
     ],
 )  # fmt: skip
 def test_the_fence_falls_with_each_of_its_facts(column: str, value: Any) -> None:
-    """A36, A34: owner, epoch, expiry, cancel, scope, kind, key, hash, bytes."""
+    """A36, A34, C10: owner, epoch, expiry, cancel, scope, kind, key, hash, bytes."""
     ctx = owned()
     assert_write_fence(ctx)
     if column == "lease_expires_at":
@@ -382,10 +382,10 @@ def test_the_fence_falls_with_each_of_its_facts(column: str, value: Any) -> None
     with transaction.atomic():
         with pytest.raises(LeaseLostError):
             assert_write_fence(ctx)
-    before = everything()
+    before, called = everything(), []
     with pytest.raises(LeaseLostError):
-        complete_atomically(ctx, lambda _: ship())
-    assert everything() == before
+        complete_atomically(ctx, lambda _: called.append(1) or ship())  # type: ignore[func-returns-value]
+    assert everything() == before and not called
 
 
 def test_bytes_and_hash_changed_together_are_not_the_captured_ones() -> None:
@@ -450,20 +450,29 @@ def test_a_temporary_table_does_not_stand_in_for_the_jobs() -> None:
     assert job_of(ctx).status == "running" and not acts.shipments()
 
 
-def test_a_temporary_table_of_the_same_rows_is_not_completed_either() -> None:
-    """A66: the row is verified through the real table before the commit."""
-    ctx = owned()
+@pytest.mark.parametrize("verb", ["complete", "finalize", "retry"])
+def test_a_temporary_table_of_the_same_rows_is_not_written_either(verb: str) -> None:
+    """A66, A70, A77: the row is verified through the real table before the commit."""
+    job = ended("failed") if verb == "retry" else None
+    ctx = context(job.idempotency_key) if job else owned()
+    before = everything()
     with connection.cursor() as cursor:
         cursor.execute("CREATE TEMPORARY TABLE durable_jobs_job AS SELECT * FROM durable_jobs_job")
     try:
-        with pytest.raises(LeaseLostError):
-            complete_atomically(ctx, lambda _: ship())
+        if verb == "finalize":
+            answer = finalize_atomically(ctx, FAILED, bookkeeping)
+            assert isinstance(answer, PendingFinalization) and answer.code == "E_JOB_LEASE_LOST"
+        else:
+            with pytest.raises(LeaseLostError):
+                complete_atomically(ctx, lambda _: ship()) if job is None else retry_atomically(
+                    job.id, ctx, retain
+                )
     finally:
         with connection.cursor() as cursor:
             cursor.execute(
                 f"DROP TABLE {'temp' if connection.vendor == 'sqlite' else 'pg_temp'}.durable_jobs_job"
             )
-    assert job_of(ctx).status == "running" and not acts.shipments()
+    assert everything() == before
 
 
 def test_a_context_and_its_fence_are_frozen() -> None:
@@ -609,7 +618,7 @@ def test_past_the_deadline_the_database_is_not_asked(django_assert_num_queries: 
 
 @pytest.mark.parametrize("status", ["failed", "cancelled", "expired"])
 def test_a_retry_is_a_new_claim_of_the_same_work(status: str) -> None:
-    """T23, A75, A78, A43, A31."""
+    """T23, A75, A78, A43, A31, C14: only such a restart clears a cancel request."""
     key = acts.new_key()
     job = job_of(expired(key=key)) if status == "expired" else ended(status, key=key)
     acts.write(job.id, "progress", 55)
@@ -636,7 +645,7 @@ def test_a_retry_is_a_new_claim_of_the_same_work(status: str) -> None:
 
 
 def test_the_callback_gets_the_whole_row_as_it_was() -> None:
-    """A77."""
+    """A77, C21: it is in the job's history as well."""
     job = ended("failed")
     seen: list[str] = []
     retry_atomically(job.id, context(job.idempotency_key), lambda image: seen.append(image) or RECEIPT)  # type: ignore[func-returns-value]
