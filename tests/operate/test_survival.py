@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +23,7 @@ from durable_jobs.models import Job
 from tests.connections import OtherConnection
 from tests.operate.conftest import SHORT, Start, begun, history, now, proof, start, wait_for
 from tests.operate.kinds import LEASE
-from tests.postgres import Server, wait_until
+from tests.postgres import ROOT, Server, wait_until
 from tests.processes import Process, Processes, database_url
 from tests.slices import row
 from tests.wire import Wire
@@ -396,3 +399,48 @@ def test_a_worker_that_freezes_in_its_fence_keeps_nobody_from_the_row_for_long(
     wait_for(after, "completed")
     for worker in (frozen, other):
         ends_well(worker)
+
+
+VANISHES = """
+import subprocess, time
+import django
+django.setup()
+from django.db import connection
+from durable_jobs import connection as own_connection
+own_connection.own("keeper")
+with connection.cursor() as cursor:
+    cursor.execute("SELECT 1")
+    subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+    at = time.monotonic()
+    try:
+        cursor.execute("SELECT 2")
+    finally:
+        print("noticed after", time.monotonic() - at, flush=True)
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+"""
+
+
+@proof
+@pytest.mark.postgres_only
+def test_a_server_that_vanishes_under_a_statement_is_noticed_before_a_lease_runs_out(
+    figure: Callable[..., None],
+) -> None:
+    """P10: in a network of its own, which goes down while a statement is on its way."""
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "--net", "ip", "link", "set", "lo", "up"]).returncode:
+        pytest.skip("no network of its own can be made here")
+    inside = 'ip link set lo up && exec "$0" -m tests.postgres run -- "$0" -c "$1"'
+    done = subprocess.run(
+        [unshare, "--net", "sh", "-c", inside, sys.executable, VANISHES],
+        cwd=ROOT,
+        env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert "OperationalError" in done.stderr, done.stderr
+    took = float(done.stdout.rpartition("noticed after ")[2])
+    figure(
+        "a server that vanishes under a statement, until that is noticed", took, "< 45 s of a lease of 60 s"
+    )
+    assert took < 45
