@@ -14,10 +14,15 @@ class DurableJobsConfig(AppConfig):
 
     def ready(self) -> None:
         from durable_jobs import checks, kinds
+        from durable_jobs.conf import config
 
         checks.register()
         try:
             kinds.discover()
+            if config.TRANSPORT == "celery":
+                from durable_jobs import consumer
+
+                consumer.install()
         except ImproperlyConfigured:
             # A wrong setting; the checks say which, and every use of it refuses.
             return

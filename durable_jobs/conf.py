@@ -147,7 +147,9 @@ LARGEST_TEXT: Final = 256 * MIB
 class Config:
     """The settings, each read from `settings.DURABLE_JOBS` at every access."""
 
-    TRANSPORT = Setting("database", one_of("database"), "What tells workers that a job is due.")
+    TRANSPORT = Setting(
+        "database", one_of("database", "celery", "memory"), "What tells workers that a job is due."
+    )
     DEFAULT_TENANT = Setting("default", text(64), "The tenant of calls that name no scope.")
     GRACE = Setting(
         20.0, number(0.2, 3_600), "Seconds that an expired lease must be seen expired before repair."

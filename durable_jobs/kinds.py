@@ -321,9 +321,10 @@ class Kind:
     retry: Retry = Retry()
     max_orphanings: int = 3
     """Redrives after a worker's death without a commit between; the next such death parks the job."""
-    max_lost_deliveries: int = 10
     pending_ttl_seconds: float = 900
-    """These two only where a transport can lose messages."""
+    """Where messages can be lost: a job that nobody has come for in so many seconds is announced again."""
+    max_lost_deliveries: int = 10
+    """After so many of those, the log tells each further one as an error; waiting never parks a job."""
     max_running: int | None = None
     """At most so many jobs of the kind run at one time in each scope; a job whose worker died counts until it
     is repaired."""

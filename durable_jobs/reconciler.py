@@ -2,7 +2,8 @@
 
 A pass decides from rows alone, so any process may run it, several may run at once, and none of them leads.
 It settles cancels of work that nobody holds, then orphans: running rows whose lease ran out under their
-owner. Each repair is a transaction of its own, restates every condition, and waits for no row.
+owner. Where messages can be lost it then announces jobs that wait without one; waiting harms none of them, so
+none is ever parked for it. Each repair is a transaction of its own, restates every condition, and waits for no row.
 
 An expired lease is no proof of a dead worker: after an outage of the database every lease is old. So an orphan
 is repaired only on its second sighting: this reconciler has seen it before, at least `GRACE` seconds ago, with
@@ -27,14 +28,15 @@ from uuid import UUID
 
 from django.db import Error
 
-from durable_jobs import database, kinds, lifecycle, store
+from durable_jobs import database, kinds, lifecycle, store, transports
 from durable_jobs.conf import config
 from durable_jobs.exceptions import HookFailed
 from durable_jobs.kinds import Kind
 from durable_jobs.logs import log
-from durable_jobs.models import Job
+from durable_jobs.models import MANUAL_QUEUE, Job
 from durable_jobs.outage import Outage
 from durable_jobs.store import Orphan, Waiting
+from durable_jobs.transports import BrokerTransport
 
 SLOW_WRITE: Final = 1.0
 """Seconds after which the write that begins a pass counts as a sign of an outage."""
@@ -42,6 +44,9 @@ SLOW_WRITE: Final = 1.0
 FIRST_SPACING: Final = 15.0
 LONGEST_SPACING: Final = 600.0
 JITTER: Final = 0.2
+
+MOST_ANNOUNCED: Final = 1000
+"""Waiting jobs of one queue, kind and priority that a pass sends messages for."""
 
 LOCKED_AFTER: Final = 5
 """An orphan that is still locked this many graces after its lease ran out is reported."""
@@ -87,7 +92,8 @@ class Report:
     """What a pass saw and did, in numbers of jobs.
 
     `scanned`: rows looked at. `sighted`: orphans seen that are not old enough news to act on. `unknown_kind`:
-    left alone because no code for them is loaded here. `errors`: rows that could not be repaired, and a
+    left alone because no code for them is loaded here. `announced`: waiting jobs that a message was sent for,
+    because their time has come or the last one was lost. `errors`: rows that could not be repaired, and a
     database that failed.
     """
 
@@ -97,6 +103,7 @@ class Report:
     redriven: int = 0
     parked: int = 0
     unknown_kind: int = 0
+    announced: int = 0
     errors: int = 0
 
 
@@ -200,6 +207,7 @@ class Reconciler:
             self._fold_mail(this, batch, tenant)
             self._settle_cancels(this, batch, tenant)
             self._repair_orphans(this, batch, tenant)
+            self._announce_waiting(this, batch, tenant)
             self._forget_what_is_gone(this)
             self._outage.over()
         except Error as error:
@@ -267,6 +275,36 @@ class Reconciler:
             this.report.scanned += 1
             this.met.add(orphan.id)
             self._repair(this, orphan)
+
+    def _announce_waiting(self, this: Pass, batch: int, tenant: str | None) -> None:
+        """Only where a message can be lost: else the row is the message, and a backlog needs no repair."""
+        transport = transports.current()
+        if self._published is None or not isinstance(transport, BrokerTransport):
+            return
+        for route in sorted(store.routes(), key=lambda route: -route.priority):
+            kind = kinds.find(route.kind)
+            if kind is None or route.queue == MANUAL_QUEUE or route.due_in > transport.reach:
+                continue
+            for _ in range(max(1, MOST_ANNOUNCED // batch)):
+                jobs = store.announce(
+                    route, reach=transport.reach, ttl=kind.pending_ttl_seconds, limit=batch, tenant=tenant
+                )
+                for job in jobs:
+                    self._tell_lost(job, kind)
+                    self._publish(this, job)
+                this.report.announced += len(jobs)
+                if len(jobs) < batch:
+                    break
+
+    def _tell_lost(self, job: Job, kind: Kind) -> None:
+        if job.lost_deliveries > kind.max_lost_deliveries:
+            log(
+                "never_started",
+                job,
+                level=logging.ERROR,
+                lost_deliveries=job.lost_deliveries,
+                problem=f"nobody comes for the queue {job.queue_name}: is a worker there, and the broker?",
+            )
 
     def _forget_what_is_gone(self, this: Pass) -> None:
         """A row that was not met again has moved on; what was noted of it must not meet a later orphaning."""
@@ -445,7 +483,7 @@ def repair_once(
     else:
         skipped = config.GRACE + 0.01
     second = mender.tick(batch=batch, tenant=tenant)
-    for name in ("scanned", "cancelled", "redriven", "parked", "errors"):
+    for name in ("scanned", "cancelled", "redriven", "parked", "announced", "errors"):
         setattr(second, name, getattr(first, name) + getattr(second, name))
     return second
 

@@ -412,12 +412,13 @@ class SliceContext:
             self._hold.observe(lost=True)
 
 
-def claim(job_id: UUID, seq: int, redrives: int, *, owner: str) -> Job | Answer | None:
+def claim(job_id: UUID, seq: int, redrives: int, *, owner: str, early: bool = True) -> Job | Answer | None:
     """Claim the job of a delivery, as it is named by a message, for `run_slice`.
 
     `store.BUSY`: somebody holds the row, or counts the running jobs of its kind, just now: ask again.
     `store.FULL`: as many of its kind run in its scope as may (`max_running`); the row waits as it is: deliver
-    it again later. None: this delivery is refused for good. Raises `UnknownKind`.
+    it again later. `store.EARLY`, unless `early` is allowed: the row is not due yet. None: this delivery is
+    refused for good. Raises `UnknownKind`.
     """
     job = store.get(job_id)
     if job is None:
@@ -426,7 +427,7 @@ def claim(job_id: UUID, seq: int, redrives: int, *, owner: str) -> Job | Answer 
     if kind is None:
         raise UnknownKind(job.kind, kinds.names())
     limit = store.limit_of(kind, job.scope)
-    return store.claim(job_id, seq, redrives, owner, kind.lease_seconds, limit=limit)
+    return store.claim(job_id, seq, redrives, owner, kind.lease_seconds, limit=limit, early=early)
 
 
 def run_slice(

@@ -41,12 +41,15 @@ class Answer(enum.Enum):
 
     BUSY = "busy"
     FULL = "full"
+    EARLY = "early"
 
 
 BUSY: Final = Answer.BUSY
 """Somebody holds the row (or its lock key, or counts for its limit) just now: ask again."""
 FULL: Final = Answer.FULL
 """As many jobs run as may: it waits where it is; ask again later."""
+EARLY: Final = Answer.EARLY
+"""The row is not due yet: ask again then."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,8 @@ _TYPES: dict[str, str] = {
     "percent": "float8", "late": "boolean", "stopped": "boolean", "names": "text[]", "full": "text[]",
     "except_id": "uuid", "lock_name": "text", "cap": "bigint", "created": "timestamptz",
     "failed_before": "timestamptz", "ended_before": "timestamptz", "after_time": "timestamptz",
-    "statuses": "text[]", "budget": "bigint",
+    "statuses": "text[]", "budget": "bigint", "early": "boolean", "reach": "float8", "counted": "boolean",
+    "every": "boolean",
 }  # fmt: skip
 
 
@@ -303,6 +307,23 @@ def _snippets(vendor: str) -> Mapping[str, str]:
         ),
         "sweep": "{job}.id > :after_id AND (:any OR {job}.tenant_id = :tenant)",
         "least": "least" if vendor == "postgresql" else "min",
+        "greatest": "greatest" if vendor == "postgresql" else "max",
+        "unheard": "{greatest}({job}.next_run_at, {job}.updated_at)",
+        "written_ahead": (
+            "(extract(epoch FROM c.next_run_at - c.updated_at))::float8"
+            if vendor == "postgresql"
+            else "(julianday(c.next_run_at) - julianday(c.updated_at)) * 86400.0"
+        ),
+        # The statement's time: on an index the clock's would be a filter over all that is scheduled.
+        "reached": (
+            "statement_timestamp() + make_interval(secs => :reach)"
+            if vendor == "postgresql"
+            else "{after :reach}"
+        ),
+        # Evaluated once, whatever the plan: as a plain IN a statement once took more rows than its LIMIT.
+        "among": "= ANY(ARRAY" if vendor == "postgresql" else "IN",
+        "array_end": ")" if vendor == "postgresql" else "",
+        "by_ready": "" if vendor == "postgresql" else "INDEXED BY durable_jobs_ready",
     }
 
 
@@ -363,11 +384,28 @@ _BY_LOCK_KEY = _statement("""
 _CLAIM = _statement("""
     UPDATE {job} SET {take}, lease_expires_at = {after :ttl}
     WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.continuation_seq = :seq
-        AND c.redrives = :redrives AND c.next_run_at IS NOT NULL AND {unpaused} {skip_locked})
+        AND c.redrives = :redrives AND c.next_run_at IS NOT NULL AND (:early OR c.next_run_at <= {now})
+        AND {unpaused} {skip_locked})
     RETURNING {columns}""")
 _STILL_CLAIMABLE = _statement("""
-    SELECT 1 FROM {job} c WHERE c.id = :id AND c.continuation_seq = :seq AND c.redrives = :redrives
+    SELECT c.next_run_at <= {now} FROM {job} c WHERE c.id = :id AND c.continuation_seq = :seq AND c.redrives = :redrives
         AND c.next_run_at IS NOT NULL AND {unpaused}""")
+
+# What was written to be due later than the transport reaches ahead has no message yet; what nobody has come for
+# since its last one may have lost it. `updated_at` tells both, because announcing writes it: one process of
+# many announces, and once.
+_ANNOUNCE = _statement("""
+    UPDATE {job} SET updated_at = {now}, lost_deliveries = lost_deliveries + CASE
+        WHEN :counted AND {unheard} < {before :ttl} THEN 1 ELSE 0 END
+    WHERE id {among} (SELECT c.id FROM {job} c {by_ready}
+        WHERE c.queue_name = :queue AND c.kind = :kind AND c.priority = :priority
+            AND c.next_run_at IS NOT NULL AND c.next_run_at <= {reached}
+            AND ({written_ahead} > :reach OR {greatest}(c.next_run_at, c.updated_at) < {before :ttl})
+            AND (:any OR c.tenant_id = :tenant)
+            AND (:every OR coalesce(c.organization_id, '') = coalesce(:organization, ''))
+            AND c.cancel_requested_at IS NULL AND {unpaused}
+        ORDER BY c.next_run_at LIMIT :batch {skip_locked}){array_end}
+    RETURNING {columns}""")
 
 # LIMIT is a literal (as a parameter it is planned anew each time), in a few sizes, inside a locking CTE:
 # as a plain `id IN (SELECT … LIMIT 1 …)`, planned on an empty table, one claim took the whole queue.
@@ -1050,15 +1088,22 @@ def _joining(using: str) -> Iterator[BaseDatabaseWrapper]:
 
 
 def claim(
-    job_id: UUID, seq: int, redrives: int, owner: str, ttl: float, *, limit: Limit | None = None
+    job_id: UUID,
+    seq: int,
+    redrives: int,
+    owner: str,
+    ttl: float,
+    *,
+    limit: Limit | None = None,
+    early: bool = True,
 ) -> Job | Answer | None:
     """pending, or running without owner → running, epoch + 1, attempts + 1, for this delivery's identity.
 
-    Never looks at next_run_at's value (a delivery may come early) nor at any expiry. BUSY when the row is
-    still claimable but locked: ask again. FULL when it is, and the `limit` of its kind and scope is reached:
-    ask again later. None: refused for good.
+    Never looks at any expiry. BUSY when the row is still claimable but locked: ask again. FULL when it is, and
+    the `limit` of its kind and scope is reached: ask again later. EARLY, unless `early` is allowed: not due yet.
+    None: refused for good.
     """
-    identity = {"id": job_id, "seq": seq, "redrives": redrives}
+    identity = {"id": job_id, "seq": seq, "redrives": redrives, "early": early}
     if limit is not None:
         return _claim_within(limit, identity, owner, ttl)
     with database.statement(database.alias(), what="claim") as connection:
@@ -1075,16 +1120,22 @@ def _claim_within(limit: Limit, identity: Mapping[str, Any], owner: str, ttl: fl
             refusal = FULL
         else:
             return _claimed_by(connection, identity, owner, ttl)
-        return refusal if _STILL_CLAIMABLE.run(connection, **identity) else None
+        return _refused(connection, identity, refusal)
 
 
 def _claimed_by(
     connection: BaseDatabaseWrapper, identity: Mapping[str, Any], owner: str, ttl: float
 ) -> Job | Answer | None:
     rows = _CLAIM.run(connection, **identity, owner=owner, ttl=ttl)
-    if rows:
-        return _one(connection, rows)
-    return BUSY if _STILL_CLAIMABLE.run(connection, **identity) else None
+    return _one(connection, rows) if rows else _refused(connection, identity, BUSY)
+
+
+def _refused(connection: BaseDatabaseWrapper, identity: Mapping[str, Any], refusal: Answer) -> Answer | None:
+    rows = _STILL_CLAIMABLE.run(connection, **identity)
+    if not rows:
+        return None
+    [(is_due,)] = rows
+    return refusal if is_due or identity["early"] else EARLY
 
 
 def is_due(probes: Sequence[Probe], *, suspects: bool = True) -> bool:
@@ -1118,6 +1169,32 @@ def claim_next(owner: str, limit: int, probes: Sequence[Probe], *, suspects: boo
         jobs = _jobs(connection, rows)
     claimed = [Claimed(job, row[-1]) for job, row in zip(jobs, rows, strict=True)]
     return sorted(claimed, key=lambda one: (-one.job.priority, one.job.id))
+
+
+def announce(
+    route: Route,
+    *,
+    reach: float,
+    ttl: float,
+    limit: int,
+    scope: Scope | None = None,
+    tenant: str | None = None,
+    counted: bool = True,
+) -> list[Job]:
+    """Claimable → claimable: the jobs of this place that a message is to be sent for now, the longest due first.
+
+    Those due within `reach` seconds that were written for later than that, and those that nobody has come for
+    in `ttl` seconds since they were due or last announced (`counted`: that is a lost delivery). Not what is
+    paused or asked to end. Never waits: a locked row is left for the next time.
+    """
+    where = {"tenant": tenant, "organization": None} if scope is None else _in(scope)
+    with database.statement(database.alias(), what="announce") as connection:
+        rows = _ANNOUNCE.run(
+            connection, queue=route.queue, kind=route.kind, priority=route.priority, reach=reach, ttl=ttl,
+            batch=limit, counted=counted,
+            **{**where, "any": where["tenant"] is None, "every": scope is None},
+        )  # fmt: skip
+        return _jobs(connection, rows)
 
 
 def give_back(lease: Lease) -> Job | None:

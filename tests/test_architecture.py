@@ -34,7 +34,7 @@ LAYERS = (
         "candidates",
         "access",
     ),
-    ("worker", "admin", "rest", "tasks", "checks", "metrics", "telemetry", "health", "templatetags"),
+    ("worker", "consumer", "admin", "rest", "tasks", "checks", "metrics", "telemetry", "health", "templatetags"),
     ("supervisor",),
     ("management", "testing"),
     ("apps",),

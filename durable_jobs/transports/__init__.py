@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 
 from durable_jobs.conf import config
-from durable_jobs.transports.base import BaseTransport, Delivery, State
+from durable_jobs.transports.base import BaseTransport, BrokerTransport, Delivery, State
 
-__all__ = ["BaseTransport", "Delivery", "State", "current"]
+__all__ = ["BaseTransport", "BrokerTransport", "Delivery", "State", "current", "use"]
 
 PATHS: Final = {
     "database": "durable_jobs.transports.database.DatabaseTransport",
+    "celery": "durable_jobs.transports.celery.CeleryTransport",
+    "memory": "durable_jobs.transports.memory.MemoryTransport",
 }
+ONLY_WITH_DEBUG: Final = frozenset({"memory"})
 
 _made: dict[str, BaseTransport] = {}
+_used: list[BaseTransport] = []
 _guard = threading.Lock()
 
 
 def current() -> BaseTransport:
     """The transport that `DURABLE_JOBS["TRANSPORT"]` names, made once per process."""
+    if _used:
+        return _used[-1]
     name = config.TRANSPORT
+    if name in ONLY_WITH_DEBUG and not settings.DEBUG:
+        raise ImproperlyConfigured(
+            f"DURABLE_JOBS['TRANSPORT'] is {name!r} and DEBUG is off: its messages are lost with the process. "
+            "Use 'database', or 'celery' with a broker."
+        )
     with _guard:
         if name not in _made:
             try:
@@ -34,3 +48,13 @@ def current() -> BaseTransport:
                     f"DURABLE_JOBS['TRANSPORT'] is {name!r} and cannot be loaded: {error}. Known: {known}."
                 ) from error
         return _made[name]
+
+
+@contextmanager
+def use(transport: BaseTransport) -> Iterator[None]:
+    """In this block `transport` is the current one in every thread of this process, whatever the setting says."""
+    _used.append(transport)
+    try:
+        yield
+    finally:
+        _used.remove(transport)

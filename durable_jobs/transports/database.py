@@ -26,7 +26,7 @@ from durable_jobs.logs import tell
 from durable_jobs.models import MANUAL_QUEUE, Job, Scope
 from durable_jobs.outage import Outage
 from durable_jobs.store import Claimed, Probe
-from durable_jobs.transports.base import BaseTransport, State
+from durable_jobs.transports.base import BaseTransport
 
 logger = logging.getLogger("durable_jobs.transport")
 
@@ -92,17 +92,6 @@ class DatabaseTransport(BaseTransport):
                 _notify(connection, message)
         except Exception as error:
             tell(logger, logging.WARNING, "publish_failed", str(error))
-
-    def get_state(self, job: Job) -> State:
-        """Read from the row: it is the message."""
-        now = store.get(job.id)
-        if now is None or (now.continuation_seq, now.redrives) != (job.continuation_seq, job.redrives):
-            return State.UNKNOWN
-        if now.next_run_at is not None:
-            return State.DELAYED if now.next_run_at > store.now() else State.WAITING
-        return {"running": State.ACTIVE, "completed": State.COMPLETED, "failed": State.FAILED}.get(
-            now.status, State.UNKNOWN
-        )
 
     def close(self, timeout: float = 30.0) -> None:
         """Send what is still to be sent."""

@@ -86,7 +86,8 @@ class Reconcile(Act):
         if out.json:
             out.document(vars(report))
         out.say(
-            f"Cancelled {report.cancelled:,}, redrove {report.redriven:,}, parked {report.parked:,}; "
+            f"Cancelled {report.cancelled:,}, redrove {report.redriven:,}, parked {report.parked:,}"
+            f"{f', announced {report.announced:,}' if report.announced else ''}; "
             f"left alone as of unknown kind {report.unknown_kind:,}; not yet sure {report.sighted:,}; "
             f"errors {report.errors:,}."
         )
