@@ -121,8 +121,15 @@ class TransportSuite:
         return nullcontext()
 
     def working(self) -> AbstractContextManager[Any]:
-        """In this block, inside `sending`, workers run; its end drains them as a deploy does, and returns soon."""
+        """In this block, inside `sending`, workers run."""
         raise NotImplementedError
+
+    def working_alone(self) -> AbstractContextManager[Any]:
+        """In this block and never outside it workers run; its end drains them as a deploy does, and returns soon.
+
+        To be given where `working` keeps workers for several tests.
+        """
+        return self.working()
 
     def broken(self) -> AbstractContextManager[Any]:
         """In this block nothing can be sent; a transport that cannot be separated from its rows does nothing."""
@@ -231,7 +238,7 @@ class TransportSuite:
         with self.sending(), self._registered():
             cancelled = service.start(Quick).job
             service.cancel(cancelled.id)
-            with self.working():
+            with self.working_alone():
                 running = service.start(Gated).job
                 self.until(lambda: len(runs(running)) == 1, "the job has begun")
                 transports.current().withdraw(running)
@@ -248,7 +255,7 @@ class TransportSuite:
         with self.sending(), self._registered():
             jobs = [service.start(Quick, number).job for number in range(3)]
             self.lose_messages()
-            with self.working():
+            with self.working_alone():
                 for job in jobs:
                     self.wait_for(job, Status.COMPLETED)
         assert [len(runs(job)) for job in jobs] == [1, 1, 1]
@@ -285,7 +292,7 @@ class TransportSuite:
     def test_a_drain_hands_running_work_back(self) -> None:
         """B69, B142, B155: and the next worker goes on from the last commit."""
         with self.sending(), self._registered():
-            with self.working():
+            with self.working_alone():
                 job = service.start(Gated).job
                 self.until(lambda: now(job).processed_count > 0, "a commit")
             left = now(job)
@@ -293,7 +300,7 @@ class TransportSuite:
             assert (left.interruptions, left.consecutive_failures, left.redrives) == (1, 0, 0)
             assert left.processed_count > 0
             open_gate(job)
-            with self.working():
+            with self.working_alone():
                 done = self.wait_for(job, Status.COMPLETED)
         assert done.processed_count >= left.processed_count
         assert [run["seq"] for run in runs(job)] == [0, 1]
