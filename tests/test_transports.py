@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import pytest
-from django.core.exceptions import ImproperlyConfigured
-from django.db import transaction
-from django.test import override_settings
 
-from durable_jobs import kinds, service, store, transports
+from durable_jobs import transports
 from durable_jobs.consumer import Consumer
-from durable_jobs.models import Job, Status
-from durable_jobs.reconciler import Reconciler
-from durable_jobs.testing import transports as suite
 from durable_jobs.testing.transports import QUEUE, TransportSuite
-from durable_jobs.transports import Delivery, State
 from durable_jobs.transports.memory import Faults, MemoryTransport
 from durable_jobs.worker import Worker
-from tests.postgres import wait_until
-from tests.slices import OWNER, change, events, made, row, start
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,8 +30,12 @@ MOST_IDLE: Final = 10
 """Connections to the broker that are kept for the next message."""
 VISIBILITY_SHARE: Final = 4
 """A message must not wait in a worker for more than this part of the broker's visibility timeout."""
-REDIS_TIMEOUTS: Final = {"socket_connect_timeout": 3.0, "socket_timeout": 5.0}
-"""Seconds; a request that starts a job must not hang with a broker that does not answer."""
+AT_ONCE_OR_NEVER: Final = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
+"""A request that starts a job does not wait for a broker to come back: the reconciler does."""
+REDIS_TIMEOUTS: Final = {"socket_connect_timeout": 2.0, "socket_timeout": 5.0}
+SLOW_SECONDS: Final = 0.5
+REST_SECONDS: Final = 5.0
+"""After a message that failed slowly, the next ones fail at once for so long."""
 
 
 class CeleryTransport(BrokerTransport):
@@ -48,6 +53,7 @@ class CeleryTransport(BrokerTransport):
         self._hosted_pid = 0
         self._bound: Handler | None = None
         self._eager = _Eager()
+        self._rest_until = 0.0
 
     @property
     def reach(self) -> float:
@@ -61,10 +67,18 @@ class CeleryTransport(BrokerTransport):
         if current_app.conf.task_always_eager:
             self._eager.run(delivery, self._handle_here)
             return
-        with self._producers.take() as producer:
-            run.apply_async(
-                (delivery.id,), queue=queue, countdown=after or None, producer=producer, retry=False
-            )
+        began = time.monotonic()
+        if began < self._rest_until:
+            raise TimeoutError("the broker has not answered lately")
+        try:
+            with self._producers.take() as producer:
+                run.apply_async(
+                    (delivery.id,), queue=queue, countdown=after or None, producer=producer, retry=False
+                )
+        except Exception:
+            if time.monotonic() - began > SLOW_SECONDS:
+                self._rest_until = time.monotonic() + REST_SECONDS
+            raise
 
     def get_state(self, job: Job) -> State:
         """What the row tells; the broker cannot be asked for a message."""
@@ -181,10 +195,9 @@ class _Producers:
     def _make(self) -> Any:
         app = current_app._get_current_object()
         url = str(app.conf.broker_write_url or app.conf.broker_url or "")
-        options: dict[str, Any] = {}
-        if url.startswith(("redis", "rediss", "sentinel")):
-            options["transport_options"] = {**REDIS_TIMEOUTS, **app.conf.broker_transport_options}
-        return app.amqp.Producer(app.connection_for_write(**options), auto_declare=False)
+        timeouts = REDIS_TIMEOUTS if url.startswith(("redis", "rediss", "sentinel")) else {}
+        options = {**timeouts, **AT_ONCE_OR_NEVER, **app.conf.broker_transport_options}
+        return app.amqp.Producer(app.connection_for_write(transport_options=options), auto_declare=False)
 
     def _inherit(self) -> None:
         # Kept, because a client that is collected here would say goodbye on the parent's connection.
