@@ -12,7 +12,7 @@ DB ?= sqlite
 unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sqlite test-postgres test-e2e prove mutate soak test-tasks test-wheel test-tutorial test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
+.PHONY: help install test test-sqlite test-postgres test-e2e prove mutate soak test-tasks test-brokers test-wheel test-tutorial test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
 
 help:  ## Explain the targets
 	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
@@ -67,6 +67,13 @@ mutate: install  ## Change the core a little, many times: do the tests notice? (
 
 soak: install  ## Kill workers at random and check what is left (MINUTES=10 DB=sqlite|postgres; ARGS: --seed 7, --report FILE)
 	env -u DATABASE_URL $(PY) -m tests.soak --minutes $(MINUTES) --database $(DB) $(ARGS)
+
+test-brokers: install  ## Run Celery on Redis and RabbitMQ (Debian's, installed when missing, as root): the transports' suite, and losses
+ifneq ($(filter postgres% pgsql% psql%,$(DATABASE_URL)),)
+	$(PY) -m pytest tests/brokers $(ARGS)
+else
+	$(PY) -m tests.postgres run -- $(PY) -m pytest tests/brokers $(ARGS)
+endif
 
 test-wheel: install  ## Build the package, install it into an empty project, and use it there
 	env -u DATABASE_URL $(PY) -m tests.wheel_smoke

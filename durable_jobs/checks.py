@@ -21,7 +21,7 @@ from django.db import NotSupportedError, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.module_loading import import_string
 
-from durable_jobs import conf, database, kinds
+from durable_jobs import conf, database, kinds, transports
 from durable_jobs.conf import config
 from durable_jobs.exceptions import shown
 
@@ -48,6 +48,7 @@ def register() -> None:
     for check in (
         check_settings,
         check_scopes,
+        check_transport,
         check_users,
         check_time_zone,
         check_kinds,
@@ -91,6 +92,21 @@ def check_scopes(app_configs: Any = None, **options: Any) -> list[CheckMessage]:
                     id="durable_jobs.E012",
                 )
             )
+    return found
+
+
+def check_transport(app_configs: Any = None, **options: Any) -> list[CheckMessage]:
+    """Report a transport that cannot be used here (E013), and what Celery lacks for it (W007, W008)."""
+    try:
+        name, transport = config.TRANSPORT, transports.current()
+    except ImproperlyConfigured as error:
+        if conf.problems():  # told by check_settings
+            return []
+        hint = "Install durable-jobs[celery], or use 'database', which needs nothing else."
+        return [Error(str(error), hint=hint, id="durable_jobs.E013")]
+    found: list[CheckMessage] = []
+    for id, problem, hint in transport.problems() if name == "celery" else ():
+        found.append(Warning(problem, hint=hint, id=id))
     return found
 
 

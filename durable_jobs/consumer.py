@@ -180,8 +180,10 @@ class Consumer:
 
     def _wait_after(self, answer: store.Answer | None, delivery: Delivery, deadline: float) -> float | None:
         """Seconds until the next question; None: no question any more."""
-        name = "refused" if answer is None else answer.value
-        tell(logger, logging.DEBUG if answer else logging.INFO, f"delivery_{name}", delivery=delivery.id)
+        if answer is None:
+            tell(logger, logging.INFO, "delivery_refused", delivery=delivery.id)
+            return None
+        tell(logger, logging.DEBUG, "delivery_waits", delivery=delivery.id, answer=answer.value)
         if answer is store.BUSY:
             if time.monotonic() < deadline:
                 return BUSY_PAUSE

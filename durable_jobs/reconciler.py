@@ -13,6 +13,7 @@ the same epoch and expiry, and nothing has happened since that makes it doubt wh
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import socket
@@ -47,6 +48,10 @@ JITTER: Final = 0.2
 
 MOST_ANNOUNCED: Final = 1000
 """Waiting jobs of one queue, kind and priority that a pass sends messages for."""
+
+LONG_LOOK: Final = 0.1
+ANNOUNCE_SHARE: Final = 20
+"""A look for them that took longer than `LONG_LOOK` seconds is repeated after this many times its duration."""
 
 LOCKED_AFTER: Final = 5
 """An orphan that is still locked this many graces after its lease ran out is reported."""
@@ -194,6 +199,7 @@ class Reconciler:
         self._ended_at: float | None = None
         self._forgot_at: float | None = None
         self._outage = Outage("reconciler")
+        self._announce_at = -math.inf
 
     def tick(self, *, batch: int = 100, tenant: str | None = None) -> Report:
         """Make one pass over all rows, read `batch` at a time; over one tenant's where one is given.
@@ -281,6 +287,9 @@ class Reconciler:
         transport = transports.current()
         if self._published is None or not isinstance(transport, BrokerTransport):
             return
+        if this.began < self._announce_at:
+            return
+        began = self._clock()
         for route in sorted(store.routes(), key=lambda route: -route.priority):
             kind = kinds.find(route.kind)
             if kind is None or route.queue == MANUAL_QUEUE or route.due_in > transport.reach:
@@ -295,6 +304,10 @@ class Reconciler:
                 this.report.announced += len(jobs)
                 if len(jobs) < batch:
                     break
+        took = self._clock() - began
+        if took > LONG_LOOK:
+            # A long backlog is walked over each time, by every process.
+            self._announce_at = self._clock() + ANNOUNCE_SHARE * took
 
     def _tell_lost(self, job: Job, kind: Kind) -> None:
         if job.lost_deliveries > kind.max_lost_deliveries:

@@ -350,7 +350,7 @@ def image(job: Job) -> dict[str, Any]:
 def runs(job: Job) -> list[dict[str, int]]:
     """The identities under which a step of the job has run, oldest first."""
     events = JobEvent._base_manager.using(database.alias()).filter(job_id=job.id, event="ran")
-    return [dict(event.data) for event in events.order_by("id")]
+    return [dict(event.data or {}) for event in events.order_by("id")]
 
 
 def open_gate(job: Job) -> None:

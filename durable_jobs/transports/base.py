@@ -88,6 +88,10 @@ class BaseTransport(abc.ABC):
     def withdraw(self, job: Job) -> None:  # noqa: B027
         """Take the row's current delivery back if it has not begun. Best effort, never raises."""
 
+    def problems(self) -> list[tuple[str, str, str]]:
+        """What the system checks should warn of: id, problem, way out."""
+        return []
+
     def hint_cancel(self, job: Job) -> None:  # noqa: B027
         """A cancel was requested on a running job: let its owner look now. Best effort, never raises."""
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from celery import current_app, shared_task, signals
 
+from durable_jobs import kinds
 from durable_jobs.logs import tell
 from durable_jobs.models import Job
 from durable_jobs.transports.base import BrokerTransport, Delivery, Handler, State, state_of_row
@@ -24,7 +25,7 @@ from durable_jobs.transports.base import BrokerTransport, Delivery, Handler, Sta
 logger = logging.getLogger("durable_jobs.transport")
 
 TASK: Final = "durable_jobs.run"
-RETRIES: Final = 3
+RETRIES: Final = 2
 FIRST_RETRY: Final = 5.0
 MOST_IDLE: Final = 10
 """Connections to the broker that are kept for the next message."""
@@ -57,10 +58,31 @@ class CeleryTransport(BrokerTransport):
 
     @property
     def reach(self) -> float:
-        visibility = current_app.conf.broker_transport_options.get("visibility_timeout")
-        if isinstance(visibility, int | float) and visibility > 0:
-            return min(super().reach, visibility / VISIBILITY_SHARE)
-        return super().reach
+        visibility = _visibility_timeout()
+        return super().reach if visibility is None else min(super().reach, visibility / VISIBILITY_SHARE)
+
+    def problems(self) -> list[tuple[str, str, str]]:
+        """No app of the project's, and a visibility timeout that is over before slices are (B139)."""
+        if _broker_url() is None:
+            return [
+                (
+                    "durable_jobs.W007",
+                    "The current Celery app has no broker_url: messages for jobs would go to a RabbitMQ on this host.",
+                    "Import the project's Celery app in the package of its settings, as Celery's page on Django says.",
+                )
+            ]
+        visibility = _visibility_timeout()
+        longest = max((kind.slice_seconds for kind in kinds.all_kinds()), default=0.0)
+        if visibility is None or visibility >= 2 * longest:
+            return []
+        return [
+            (
+                "durable_jobs.W008",
+                f"The broker's visibility_timeout is {visibility:g} s and the longest slice of a kind {longest:g} s: "
+                "messages come again while their slices run. They are refused, and cost a look each.",
+                f'Set broker_transport_options = {{"visibility_timeout": {2 * longest:g}}} or more.',
+            )
+        ]
 
     def send(self, delivery: Delivery, queue: str, after: float) -> None:
         """Send the message; with `task_always_eager` run the delivery here, one after the other."""
@@ -160,6 +182,18 @@ def _transport() -> CeleryTransport:
     return transport
 
 
+def _broker_url() -> str | None:
+    conf = current_app.conf
+    url = conf.broker_write_url or conf.broker_url
+    return None if url is None else str(url)
+
+
+def _visibility_timeout() -> float | None:
+    """In seconds; None where it is the broker's own."""
+    given = current_app.conf.broker_transport_options.get("visibility_timeout")
+    return float(given) if isinstance(given, int | float) and given > 0 else None
+
+
 class _Producers:
     """Connections to the broker for publishing, a few kept, none of them used after a fork.
 
@@ -194,7 +228,7 @@ class _Producers:
 
     def _make(self) -> Any:
         app = current_app._get_current_object()
-        url = str(app.conf.broker_write_url or app.conf.broker_url or "")
+        url = _broker_url() or ""
         timeouts = REDIS_TIMEOUTS if url.startswith(("redis", "rediss", "sentinel")) else {}
         options = {**timeouts, **AT_ONCE_OR_NEVER, **app.conf.broker_transport_options}
         return app.amqp.Producer(app.connection_for_write(transport_options=options), auto_declare=False)

@@ -16,6 +16,7 @@ app.conf.update(
     broker_connection_retry_on_startup=True,
     broker_connection_retry=True,
     task_default_queue="tests",
+    task_reject_on_worker_lost="DURABLE_JOBS_TEST_REJECT" in os.environ,
     worker_prefetch_multiplier=1,
     worker_hijack_root_logger=False,
 )

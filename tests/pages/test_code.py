@@ -164,6 +164,18 @@ def test_every_test_of_the_testing_page_is_run(page: Page) -> None:
     assert told and [name for name in told if f'"{name}"' not in here] == []
 
 
+def test_the_job_that_was_a_task_goes_on_where_it_was(page: Page) -> None:
+    products = Product.objects.bulk_create([Product(price=100) for _ in range(250)])
+    names = page("celery")
+    job = names["reprice"](3)
+    with kill_after(1):
+        ended = finish(job)
+    assert ended.status == "completed" and ended.redrives > 0
+    assert set(
+        Product.objects.filter(pk__in=[one.pk for one in products]).values_list("price", flat=True)
+    ) == {103}
+
+
 def test_every_page_with_code_is_run() -> None:
     here = set(re.findall(r'page\("(\w+)"\)', (ROOT / "tests/pages/test_code.py").read_text()))
     with_code = {path.stem for path in (ROOT / "docs").glob("*.md") if PYTHON.search(text_of(path.stem))}

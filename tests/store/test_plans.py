@@ -206,6 +206,10 @@ STATEMENTS: dict[str, tuple[Callable[[], Any], str, int]] = {
     ),
     "beat_many": (lambda: store.beat_many("w1", [Lease(uuid7(), "w1", 1, 9.0) for _ in range(9)]), "", 200),
     "claim": (lambda: store.claim(uuid7(), 0, 0, "w1", 9), "", 20),
+    "announce": (
+        lambda: store.announce(store.Route("main", "k1", 0, 0.0), reach=60, ttl=900, limit=100),
+        "durable_jobs_ready", 200,
+    ),
     "write_checkpoint": (lambda: store.write_checkpoint(Lease(uuid7(), "w1", 1, 9)), "", 20),
     "mailed": (lambda: store.mailed(), "", 60),
 }  # fmt: skip

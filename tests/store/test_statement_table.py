@@ -17,7 +17,7 @@ import pytest
 from durable_jobs import store
 from durable_jobs.exceptions import ErrorClass, ErrorFacts
 from durable_jobs.models import Job, Scope, uuid7
-from durable_jobs.store import BUSY, Counts
+from durable_jobs.store import Counts
 from tests.store.rows import (
     CLAIMER,
     GRACE,
@@ -257,6 +257,14 @@ def claimed_apart(call: Call) -> Any:
     return answer[0][0] if answer[0] else None
 
 
+def announced(call: Call) -> Any:
+    """What nobody has come for, or was written ahead; the two are told apart by tests of their own."""
+    route = store.Route(*call.probe[:3], 0.0)
+    jobs = store.announce(route, reach=0.0, ttl=0.0, limit=5, scope=call.hand.scope)
+    assert len(jobs) <= 1
+    return jobs[0] if jobs else None
+
+
 def beaten(call: Call) -> Any:
     """The keeper's beat; its answer about a request is checked by a test of its own."""
     lease = call.lease
@@ -330,6 +338,10 @@ RULES = (
     # name, act, from, effect, hands that must miss, guards
     Rule("claim", lambda c: store.claim(**c.delivery, owner=CLAIMER, ttl=30), ("pending", "retry"), TAKEN,
          BY_DELIVERY),
+    Rule("claim(on time)", lambda c: store.claim(**c.delivery, owner=CLAIMER, ttl=30, early=False),
+         ("pending", "retry"), TAKEN, BY_DELIVERY, due=True),
+    Rule("announce", announced, ("pending", "retry"), {"updated_at": NOW, "lost_deliveries": Plus(1)},
+         (OTHER_QUEUE, OTHER_KIND, OTHER_PRIORITY), request=("none", "mail"), due=True),
     Rule("claim_next", claimed, ("pending", "retry"), TAKEN, (OTHER_QUEUE, OTHER_KIND, OTHER_PRIORITY),
          due=True),
     Rule("beat_many", beaten, OWNED, {"lease_expires_at": In(30), "heartbeat_at": NOW}, BY_OWNER),
@@ -486,7 +498,7 @@ def test_a_statement_misses_in_a_foreign_hand(rule: Rule) -> None:
 
 def is_hit(answer: Any) -> bool:
     """Nothing, False and "ask again" are misses."""
-    return answer is not None and answer is not False and answer is not BUSY
+    return answer is not None and answer is not False and not isinstance(answer, store.Answer)
 
 
 def assert_untouched(rule: Rule, rows: Mapping[State, UUID], before: Mapping[UUID, Any]) -> None:
