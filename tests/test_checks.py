@@ -139,7 +139,7 @@ class TestRegistration:
 
     def test_what_asks_the_database_has_djangos_tag(self):
         tagged = [check for check in every_check.get_checks() if checks.TAG in check.tags]
-        assert len(tagged) == 8
+        assert len(tagged) == 9
         assert [check for check in tagged if Tags.database in check.tags] == [checks.check_running_database]
 
     @pytest.mark.parametrize("databases", [None, [], ["another"]])
