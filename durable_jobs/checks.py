@@ -41,6 +41,7 @@ _SORTS: Final[dict[str, tuple[type[Error | Warning], str]]] = {
     "contradiction": (Error, "durable_jobs.E004"),
     "doubt": (Warning, "durable_jobs.W002"),
 }
+_OF_TRANSPORTS: Final = {"no_broker": "durable_jobs.W007", "visibility": "durable_jobs.W008"}
 
 
 def register() -> None:
@@ -98,16 +99,15 @@ def check_scopes(app_configs: Any = None, **options: Any) -> list[CheckMessage]:
 def check_transport(app_configs: Any = None, **options: Any) -> list[CheckMessage]:
     """Report a transport that cannot be used here (E013), and what Celery lacks for it (W007, W008)."""
     try:
-        name, transport = config.TRANSPORT, transports.current()
+        transport = transports.current()
     except ImproperlyConfigured as error:
         if conf.problems():  # told by check_settings
             return []
         hint = "Install durable-jobs[celery], or use 'database', which needs nothing else."
         return [Error(str(error), hint=hint, id="durable_jobs.E013")]
-    found: list[CheckMessage] = []
-    for id, problem, hint in transport.problems() if name == "celery" else ():
-        found.append(Warning(problem, hint=hint, id=id))
-    return found
+    return [
+        Warning(problem, hint=hint, id=_OF_TRANSPORTS[sort]) for sort, problem, hint in transport.problems()
+    ]
 
 
 def check_users(app_configs: Any = None, **options: Any) -> list[CheckMessage]:

@@ -12,7 +12,7 @@ import pytest
 from django.db import transaction
 from django.test import TestCase
 
-from durable_jobs import checks, service, transports
+from durable_jobs import service, transports
 from durable_jobs.consumer import Consumer
 from durable_jobs.exceptions import NoFurtherAttempts
 from durable_jobs.kinds import Done, Retry, Yield
@@ -210,19 +210,6 @@ def test_a_worker_with_another_transport_says_so() -> None:
     with transports.use(DatabaseTransport()):
         with pytest.raises(RuntimeError, match="give the workers the settings"):
             run.run(Delivery(uuid7(), 0, 0).id)
-
-
-# --- checks
-
-
-def test_the_checks_warn_of_what_celery_lacks(settings: Any) -> None:
-    """B139."""
-    made(slice_seconds=60)
-    assert checks.check_transport() == []
-    app.conf.broker_transport_options = {"visibility_timeout": 5}
-    assert [found.id for found in checks.check_transport()] == ["durable_jobs.W008"]
-    app.conf.broker_url = None
-    assert [found.id for found in checks.check_transport()] == ["durable_jobs.W007"]
 
 
 def test_a_fork_does_not_take_the_connections_along(transport: CeleryTransport) -> None:

@@ -17,8 +17,10 @@ from django.db import connection
 from django.db.backends.base import base
 from django.test import override_settings
 
-from durable_jobs import checks, kinds
+from durable_jobs import checks, kinds, transports
 from durable_jobs.kinds import Done, Kind
+from durable_jobs.testing import register_for_test
+from durable_jobs.testing.transports import Gated
 from tests.postgres import ROOT
 
 CHECKS_PAGE = ROOT / "docs" / "checks.md"
@@ -485,6 +487,48 @@ class TestScopes:
     def test_a_function_that_is_there(self, function):
         with override_settings(DURABLE_JOBS={"SCOPE_FROM_REQUEST": function}):
             assert told("durable_jobs.E012") == []
+
+
+class TestTransport:
+    @pytest.fixture
+    def celery(self):
+        from tests.brokers.app import app
+
+        before = dict(broker_url=app.conf.broker_url, broker_transport_options={})
+        app.set_default()
+        with override_settings(DURABLE_JOBS={"TRANSPORT": "celery"}):
+            yield app
+        app.conf.update(before)
+
+    @pytest.mark.parametrize(
+        ("name", "path"), [("memory", None), ("celery", "durable_jobs.transports.gone.Transport")]
+    )
+    def test_e013_a_transport_that_cannot_be_used(self, name, path, monkeypatch):
+        monkeypatch.setattr(transports, "_made", {})
+        if path:
+            monkeypatch.setitem(transports.PATHS, name, path)
+        with override_settings(DURABLE_JOBS={"TRANSPORT": name}, DEBUG=False):
+            [error] = told("durable_jobs.E013")
+        assert error.is_serious() and repr(name) in error.msg
+
+    def test_one_for_tests_is_fine_with_debug(self):
+        with override_settings(DURABLE_JOBS={"TRANSPORT": "memory"}, DEBUG=True):
+            assert checks.check_transport() == []
+
+    def test_w007_no_app_has_a_broker(self, celery):
+        celery.conf.broker_url = "redis://127.0.0.1:1/0"
+        assert checks.check_transport() == []
+        celery.conf.broker_url = None
+        [warning] = told("durable_jobs.W007")
+        assert "broker_url" in warning.msg
+
+    def test_w008_a_visibility_timeout_shorter_than_two_slices(self, celery):
+        celery.conf.update(
+            broker_url="redis://127.0.0.1:1/0", broker_transport_options={"visibility_timeout": 5}
+        )
+        with register_for_test(Gated):
+            [warning] = told("durable_jobs.W008")
+        assert "5 s" in warning.msg and "visibility_timeout" in warning.hint
 
 
 class TestPage:

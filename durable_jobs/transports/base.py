@@ -89,7 +89,7 @@ class BaseTransport(abc.ABC):
         """Take the row's current delivery back if it has not begun. Best effort, never raises."""
 
     def problems(self) -> list[tuple[str, str, str]]:
-        """What the system checks should warn of: id, problem, way out."""
+        """What the system checks should warn of: sort, problem, way out."""
         return []
 
     def hint_cancel(self, job: Job) -> None:  # noqa: B027

@@ -66,7 +66,7 @@ class CeleryTransport(BrokerTransport):
         if _broker_url() is None:
             return [
                 (
-                    "durable_jobs.W007",
+                    "no_broker",
                     "The current Celery app has no broker_url: messages for jobs would go to a RabbitMQ on this host.",
                     "Import the project's Celery app in the package of its settings, as Celery's page on Django says.",
                 )
@@ -77,7 +77,7 @@ class CeleryTransport(BrokerTransport):
             return []
         return [
             (
-                "durable_jobs.W008",
+                "visibility",
                 f"The broker's visibility_timeout is {visibility:g} s and the longest slice of a kind {longest:g} s: "
                 "messages come again while their slices run. They are refused, and cost a look each.",
                 f'Set broker_transport_options = {{"visibility_timeout": {2 * longest:g}}} or more.',
