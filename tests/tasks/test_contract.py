@@ -84,6 +84,16 @@ def test_a_result_of_another_task_of_another_backend_and_of_no_task() -> None:
         default_task_backend.get_result(str(make_job().id))
 
 
+def test_two_backends_of_one_kind_keep_their_results_apart() -> None:
+    twin = {"BACKEND": "durable_jobs.tasks.DurableJobsBackend"}
+    with override_settings(TASKS={"default": twin, "twin": twin}):
+        result = functions.add.using(backend="twin").enqueue(1)
+        assert run(result).return_value == 2
+        assert task_backends["twin"].get_result(result.id).task.backend == "twin"
+        with pytest.raises(TaskResultDoesNotExist):
+            task_backends["default"].get_result(result.id)
+
+
 def test_async() -> None:
     async def all_of_it() -> Any:
         result = await functions.add_async.aenqueue(4, b=4)
@@ -328,16 +338,22 @@ def test_signals_come_in_order_with_the_backend_as_sender(heard: list[Any]) -> N
 
 
 @pytest.mark.parametrize(
-    "path", ["tests.tasks.functions.gone", "tests.gone.task", "tests.tasks.functions.plain", "os.getcwd"]
+    ("path", "problem"),
+    [
+        ("tests.tasks.functions.gone", "gone"),
+        ("tests.gone.task", "tests.gone"),
+        ("tests.tasks.functions.plain", "no task"),
+        ("os.getcwd", "no task"),
+    ],
 )
-def test_a_stored_task_that_cannot_be_loaded_fails_alone(path: str) -> None:
+def test_a_stored_task_that_cannot_be_loaded_fails_alone(path: str, problem: str) -> None:
     job = store_task(path)
     neighbour = functions.add.enqueue(1)
 
     ended = finish(job)
 
     assert (ended.status, ended.error_code, ended.attempts) == ("failed", "task_not_loaded", 8)
-    assert path in str(ended.error_message)
+    assert path in str(ended.error_message) and problem in str(ended.error_message)
     assert run(neighbour).return_value == 2
     with pytest.raises(TaskNotLoaded, match=path):
         default_task_backend.get_result(str(job.id))
