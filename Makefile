@@ -68,7 +68,7 @@ mutate: install  ## Change the core a little, many times: do the tests notice? (
 soak: install  ## Kill workers at random and check what is left (MINUTES=10 DB=sqlite|postgres; ARGS: --seed 7, --report FILE)
 	env -u DATABASE_URL $(PY) -m tests.soak --minutes $(MINUTES) --database $(DB) $(ARGS)
 
-test-brokers: install  ## Run Celery on Redis and RabbitMQ (Debian's, installed when missing, as root): the transports' suite, and losses
+test-brokers: install  ## Run on Redis, RabbitMQ, PgBouncer (Debian's, installed when missing, as root) and on three hosts, one of them cut off
 ifneq ($(filter postgres% pgsql% psql%,$(DATABASE_URL)),)
 	$(PY) -m pytest tests/brokers $(ARGS)
 else

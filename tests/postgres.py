@@ -129,6 +129,16 @@ class Server:
         self.stop(mode, timeout)
         self.start(timeout)
 
+    def listen_on(self, *addresses: str) -> None:
+        """Restart and listen on these addresses beside the loopback one; without any, on that alone."""
+        (self.folder / "addresses").write_text(",".join(addresses))
+        rules = self.folder / "data" / "pg_hba.conf"
+        known = rules.read_text()
+        rules.write_text(
+            known + "".join(f"host all all {address}/24 scram-sha-256\n" for address in addresses)
+        )
+        self.restart()
+
     def terminate_backends(self, *, application_name: str | None = None) -> int:
         """Cut the clients' connections, all or those of one application name; returns how many."""
         with self._connect() as connection:
@@ -216,6 +226,9 @@ class Server:
 
     def _spawn_postmaster(self) -> subprocess.Popen[bytes]:
         options = {**OPTIONS, "port": str(self.port), "unix_socket_directories": str(self.folder)}
+        addresses = self.folder / "addresses"
+        if addresses.exists() and addresses.read_text():
+            options["listen_addresses"] += f",{addresses.read_text()}"
         command = [f"{self.binaries}/bin/postgres", "-D", str(self.folder / "data")]
         for name, value in options.items():
             command += ["-c", f"{name}={value}"]

@@ -23,6 +23,7 @@ OF_THEIR_OWN = {
     "checks",
     "django_tasks",
     "monitoring",
+    "pgbouncer",
     "programs",
     "receipts",
     "rest",
