@@ -350,6 +350,7 @@ class Machine(RuleBasedStateMachine):
         answer = store.claim(self.id_of(row), seq, redrives, hand.process.owner, LEASE)
         if row.due is None or old or self.chart.is_paused(row):
             assert answer is None
+            self.outcomes[f"refused {old}" if row.due is not None else "refused"] += 1
         else:
             assert isinstance(answer, Job)
             self.run(hand, answer, row, self.chart.claim(row, hand.process.owner))
@@ -451,8 +452,11 @@ class Machine(RuleBasedStateMachine):
             self.one_tick(two % 2)
             self.look()
             self.pass_by(20)
-        if slice.row.due is not None and two % 4 < 2 and self.idle:
+        if slice.row.due is not None and two % 4 and self.idle:
             self.claim_next(choose(self.idle, two))
+        if two % 2:
+            self.look()
+            self.end(self.hand_of(slice), slice, choose(tuple(ENDS), one))
         return True
 
     def die(self, process: Process) -> None:
