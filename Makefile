@@ -12,7 +12,7 @@ DB ?= sqlite
 unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sqlite test-postgres test-e2e prove mutate soak test-tasks test-brokers test-wheel test-tutorial test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
+.PHONY: help install test test-sqlite test-postgres test-e2e prove explore mutate soak test-tasks test-brokers test-wheel test-tutorial test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
 
 help:  ## Explain the targets
 	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
@@ -50,12 +50,21 @@ screenshots: install  ## Take the pictures in docs/img, light and dark
 bench-admin: install  ## Time the screens over 1,000,000 jobs on PostgreSQL, and redrive 20,000 at once
 	$(PY) -m tests.postgres run -- $(PY) -m benchmarks.admin $(ARGS)
 
-prove: install  ## Prove repair, cancel and the crowd with the default leases and for a minute (half an hour in all)
-	env -u DATABASE_URL DURABLE_JOBS_PROVE=1 $(PY) -m pytest tests/operate $(ARGS)
+prove: install  ## Prove repair, cancel and the crowd with the default leases, and 100,000 random acts against the state chart (40 minutes)
+	env -u DATABASE_URL DURABLE_JOBS_PROVE=1 $(PY) -m pytest tests/operate tests/model $(ARGS)
 ifneq ($(filter postgres% pgsql% psql%,$(DATABASE_URL)),)
-	DURABLE_JOBS_PROVE=1 $(PY) -m pytest tests/operate $(ARGS)
+	DURABLE_JOBS_PROVE=1 $(PY) -m pytest tests/operate tests/model $(ARGS)
 else
-	DURABLE_JOBS_PROVE=1 $(PY) -m tests.postgres run -- $(PY) -m pytest tests/operate $(ARGS)
+	DURABLE_JOBS_PROVE=1 $(PY) -m tests.postgres run -- $(PY) -m pytest tests/operate tests/model $(ARGS)
+endif
+
+explore: export DURABLE_JOBS_EXPLORE = 1
+explore: install  ## Play every order of the statements of two and three actors (DURABLE_JOBS_EXPLORE_MOST=20: so many of each scene)
+	env -u DATABASE_URL $(PY) -m pytest tests/explorer $(ARGS)
+ifneq ($(filter postgres% pgsql% psql%,$(DATABASE_URL)),)
+	$(PY) -m pytest tests/explorer $(ARGS)
+else
+	$(PY) -m tests.postgres run -- $(PY) -m pytest tests/explorer $(ARGS)
 endif
 
 test-tasks: install  ## Run the tests of the tasks' backend on this Django and, where a Python 3.12 is, on Django 6

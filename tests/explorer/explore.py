@@ -19,6 +19,26 @@ MOST: Final = int(os.environ.get("DURABLE_JOBS_EXPLORE_MOST", 0)) or None
 REPLAY: Final = os.environ.get("DURABLE_JOBS_SCHEDULE", "")
 """One schedule to be played again, as a failure has named it: `a slice and a cancel: 0 1 1 0`."""
 
+NEVER_WAIT: Final = frozenset(
+    [
+        "claim",
+        "claim_next",
+        "claim_limited",
+        "beat_many",
+        "take_orphan",
+        "park_orphan",
+        "cancel_orphan",
+        "request_cancel",
+        "cancel_waiting",
+        "fold_cancel",
+        "settle",
+        "bump_mirror",
+        "prune_batch",
+        "still_claimable",
+    ]
+)
+"""Statements that pass over a locked row: whoever takes a job from somebody, or looks after many, waits for none."""
+
 Programs = Sequence[Sequence[Callable[[], Any]]]
 Begin = Callable[[], tuple[Programs, Callable[[Run], None]]]
 
@@ -84,6 +104,8 @@ def play(stage: Stage, scene: Scene, choose: Callable[[int, list[int]], int]) ->
     try:
         for error in run.errors:
             assert error is None, f"raised {error!r}"
+        for wait in run.blocked:
+            assert wait.rpartition(" <- ")[0] not in NEVER_WAIT, f"waited: {wait}"
         check(run)
     except AssertionError as error:
         raise Broken(scene, run, error) from (next(filter(None, run.errors), None) or error)

@@ -35,7 +35,7 @@ A_MOMENT: Final = 0.005
 """Added whenever the clock moves on, so that what is due at that very second is past."""
 
 ACTS: Final = tuple(
-    f"{10 * 'work '}start start start cancel redrive redrive release settle pause weather beat beat deliver"
+    f"{10 * 'work '}start start start cancel cancel redrive redrive release settle pause weather beat beat deliver"
     " claim_and_lose_the_answer freeze open_fence open_fence close_fence close_fence kill tick tick tick repair_dead"
     " wait wait wait".split()
 )
