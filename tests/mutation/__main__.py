@@ -2,8 +2,8 @@
 
 `python -m tests.mutation [--sample 400] [--seed N] [--part 1/8] [--module store] [--results FILE]`. On SQLite it tries
 what can be changed there; run through `python -m tests.postgres run --` what only PostgreSQL executes. A first run
-learns which test reaches which line. Then each mutant gets a forked process that imports the changed module and runs
-the tests that reach it, the nearest first, until one fails. Answers are kept in the results file, so that a run goes
+learns which test reaches which line. Then each mutant gets a forked process that puts the change into the imported module and
+runs the tests that reach it, the nearest first, until one fails. Answers are kept in the results file, so that a run goes
 on where the last one ended; a mutant whose text has changed is tried again.
 
 Ready-made tools were tried on paper and left: mutmut changes what stands in functions, and cosmic-ray knows no texts
@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import random
@@ -25,11 +23,11 @@ import signal
 import sys
 import tempfile
 import time
+import types
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from tests.mutation.sites import Mutant, mutants_of, users
@@ -70,22 +68,68 @@ def vendor() -> str:
 # --- the pytest of a process
 
 
-class Mutated(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
-    """Loads one module with a change."""
+def patch(mutant: Mutant) -> None:
+    """Put the change into the imported module, where everybody already has hold of its functions and texts."""
+    module = importlib.import_module(f"durable_jobs.{mutant.module}")
+    assert module.__file__ is not None
+    fresh = types.ModuleType(module.__name__)
+    fresh.__file__, fresh.__package__ = module.__file__, module.__package__
+    changed = mutant.applied(Path(module.__file__).read_bytes())
+    sys.modules[f"{module.__name__}.changed"] = fresh
+    exec(compile(changed, module.__file__, "exec", dont_inherit=True), vars(fresh))
+    for name, new in list(vars(fresh).items()):
+        if name.startswith("__") or name not in vars(module):
+            continue
+        old = getattr(module, name)
+        if not transplanted(old, new, module.__name__):
+            for other in list(sys.modules.values()):
+                if other is not fresh and getattr(other, "__dict__", {}).get(name) is old:
+                    setattr(other, name, new)
 
-    def __init__(self, mutant: Mutant) -> None:
-        self.module = f"durable_jobs.{mutant.module}"
-        self.mutant = mutant
-        super().__init__(self.module, str(PACKAGE / f"{mutant.module}.py"))
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self.module:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, origin=self.path)
+def transplanted(old: Any, new: Any, module: str) -> bool:
+    """Make `old` behave as `new`; False for values that are to be replaced."""
+    if isinstance(new, types.FunctionType):
+        if new.__module__ == module:
+            give_code(old, new)
+        return True
+    if isinstance(new, type):
+        if new.__module__ == module:
+            for name, value in list(vars(new).items()):
+                replace_member(old, name, value)
+        return True
+    if type(new).__name__ == "Statement":
+        old.__dict__ = new.__dict__
+        return True
+    if isinstance(new, dict) and any(type(value).__name__ == "Statement" for value in new.values()):
+        old.clear()
+        old.update(new)
+        return True
+    return not isinstance(new, int | float | str | tuple | list | dict | frozenset | set)
 
-    def get_code(self, fullname: str) -> CodeType:
-        changed = self.mutant.applied(Path(self.path).read_bytes())
-        return compile(changed, self.path, "exec", dont_inherit=True)
+
+def give_code(old: Any, new: Any) -> None:
+    inner_old, inner_new = getattr(old, "__wrapped__", None), getattr(new, "__wrapped__", None)
+    if inner_old is not None and inner_new is not None:
+        give_code(inner_old, inner_new)
+        return
+    if len(old.__code__.co_freevars) == len(new.__code__.co_freevars):
+        old.__code__ = new.__code__
+        old.__defaults__, old.__kwdefaults__ = new.__defaults__, new.__kwdefaults__
+
+
+def replace_member(old: type, name: str, value: Any) -> None:
+    there = vars(old).get(name)
+    if isinstance(value, property) and isinstance(there, property):
+        give_code(there.fget, value.fget)
+    elif isinstance(value, staticmethod | classmethod) and there is not None:
+        give_code(there.__func__, value.__func__)
+    elif isinstance(value, types.FunctionType) and isinstance(there, types.FunctionType):
+        if value.__code__.co_filename != "<string>":
+            give_code(there, value)
+    elif isinstance(value, int | float | str | tuple) and not name.startswith("__"):
+        with suppress(AttributeError, TypeError):
+            setattr(old, name, value)
 
 
 class Notes:
@@ -126,6 +170,16 @@ def pytest_arguments(tests: list[str], *, create: bool) -> list[str]:
         "--reuse-db",
         *tests,
     ]
+
+
+def collect_here() -> None:
+    """Import the package and its tests once, for all forks."""
+    import pytest
+
+    arguments = [*pytest_arguments(list(TESTS), create=False), "--collect-only"]
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        if pytest.main(arguments) != 0:
+            raise SystemExit("The tests cannot be collected.")
 
 
 def in_a_fork(act: Any, patience: float) -> dict[str, Any] | None:
@@ -278,7 +332,10 @@ class Run:
         return here
 
     def _is_for_here(self, mutant: Mutant) -> bool:
-        return mutant.vendor == "postgresql" if self.vendor == "postgresql" else mutant.vendor != "postgresql"
+        if self.vendor == "sqlite":
+            return mutant.vendor != "postgresql"
+        # What nobody noticed on SQLite may be noticed here.
+        return mutant.vendor == "postgresql" or (self.options.again and mutant.vendor != "sqlite")
 
     def _is_answered(self, mutant: Mutant) -> bool:
         return not self.options.again and self._status(mutant) != ""
@@ -289,14 +346,13 @@ class Run:
         return str(kept["status"]) if same else ""
 
     def _try(self, mutants: list[Mutant]) -> None:
-        # Not the package itself: that is imported by each fork, changed.
-        for name in ("django.test", "django.db.backends.sqlite3.base", "psycopg", "pytest", "pytest_django"):
-            importlib.import_module(name)
         reach = self._reach()
-        template = self.folder / "template.sqlite3"
-        if self.vendor == "sqlite":
-            os.environ["DURABLE_JOBS_MUTATION_DATABASE"] = str(template)
+        own, template = self.folder / "mutant.sqlite3", self.folder / "template.sqlite3"
+        os.environ["DURABLE_JOBS_MUTATION_DATABASE"] = str(own)
+        collect_here()
         in_a_fork(lambda: self._pytest(["tests/store/test_models.py"], create=True), 300)
+        if self.vendor == "sqlite":
+            shutil.copy(own, template)
         begun = time.monotonic()
         for number, mutant in enumerate(mutants, 1):
             if time.monotonic() - begun > self.options.minutes * 60:
@@ -316,11 +372,9 @@ class Run:
         status, by = "unreached", ""
         if tests:
             if self.vendor == "sqlite":
-                own = self.folder / "mutant.sqlite3"
                 for left in self.folder.glob("mutant.sqlite3*"):
                     left.unlink()
-                shutil.copy(template, own)
-                os.environ["DURABLE_JOBS_MUTATION_DATABASE"] = str(own)
+                shutil.copy(template, self.folder / "mutant.sqlite3")
             answer = in_a_fork(lambda: self._pytest(tests, create=self.create, mutant=mutant), PATIENCE)
             self.create = answer is None and self.vendor == "postgresql"
             if answer is None:
@@ -344,7 +398,7 @@ class Run:
         import pytest
 
         if mutant is not None:
-            sys.meta_path.insert(0, Mutated(mutant))
+            patch(mutant)
         notes = Notes()
         code = pytest.main([*pytest_arguments(tests, create=create), "-x"], plugins=[notes])
         if code != 0 and not notes.failed:
