@@ -786,7 +786,15 @@ class TestColumns:
         assert (now.status, now.error_message, now.verdict) == ("cancelled", "made for a test", None)
         [event] = job.events.all()
         assert (event.event, event.actor) == ("cancelled", "user:1 anna")
-        assert 0 <= event.data["seconds_since_request"] < 5 and event.data["worker_gone"] is False
+        assert 0 <= event.data["seconds_since_request"] < 5
+        assert (event.data["worker_gone"], event.data["hooks_skipped"]) == (False, False)
+
+    def test_cancelled_by_its_own_worker_says_that_it_was_there_and_that_the_hooks_ran(self) -> None:
+        made()
+        job = make_job("cancelling", kind="tests.made")
+        lifecycle.cancel(kinds.get("tests.made"), job.id, job.lease_epoch, actor="worker:w")
+        [event] = job.events.filter(event="cancelled")
+        assert (event.data["worker_gone"], event.data["hooks_skipped"]) == (False, False)
 
 
 class TestStatusMirror:

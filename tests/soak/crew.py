@@ -28,6 +28,9 @@ CREW = (("--concurrency", "4"), ("--concurrency", "4"), ("--concurrency", "3", "
 
 DRAIN_SECONDS = 25.0
 EXIT_NO_DATABASE, EXIT_GAVE_UP = 4, 70
+LIFE_SECONDS = 5.0
+"""How long a worker works before it is struck: repair takes two looks and a grace between them, and a machine on
+which nobody lives so long repairs nothing."""
 STUCK_AFTER = 0.8
 """Seconds for which nobody gets SQLite's write lock before it is said that a stopped process holds it."""
 
@@ -47,6 +50,7 @@ class Crew:
         self._places: list[Process] = []
         self._told: dict[int, str] = {}
         self._stopped: set[int] = set()
+        self._seen_at_work: dict[int, float] = {}
         self._guard = threading.RLock()
         self._ended: list[Process] = []
 
@@ -67,7 +71,7 @@ class Crew:
             pid = self._victim()
             if pid is None:
                 return
-            how = self._random.choices(("kill", "stop", "terminate"), (6, 3, 1.5))[0]
+            how = self._random.choices(("kill", "stop", "terminate"), (7, 2, 1))[0]
             if how == "stop":
                 if len(self._stopped) >= self._most_stopped():
                     return
@@ -148,7 +152,16 @@ class Crew:
                 # The supervisor itself, seldom: its processes then leave by themselves.
                 if process.output.count("process_started") and self._random.random() < 0.2:
                     pids.append(process.pid)
-        pids = [pid for pid in pids if pid not in self._stopped and pid not in self._told]
+        now = time.monotonic()
+        for pid in pids:
+            self._seen_at_work.setdefault(pid, now)
+        pids = [
+            pid
+            for pid in pids
+            if pid not in self._stopped
+            and pid not in self._told
+            and now - self._seen_at_work[pid] >= LIFE_SECONDS
+        ]
         return self._random.choice(pids) if pids else None
 
     def _most_stopped(self) -> int:

@@ -86,7 +86,7 @@ class Soak:
             self._actor(self.cancel_one, 1.5, stop),
             self._actor(self.redrive_one, 1.5, stop),
             self._actor(watch.look, 1.0, stop),
-            Actor(self.crew.strike, 1.2, self._chance("strikes"), stop),
+            Actor(self.crew.strike, 1.0, self._chance("strikes"), stop),
         ]
         if self.server is not None:
             actors.append(Actor(self.restart, min(RESTART_EVERY, self.seconds / 4), self._outages, stop))
