@@ -275,7 +275,7 @@ def test_a_lease_that_runs_out_at_any_step_leaves_nothing_or_everything(
 @each_verb
 def test_a_cancel_by_somebody_else_at_any_step(name: str, second_connection: OtherConnection) -> None:
     """A67, A72: refused while it can still be seen; a job that is ended all the same is ended whole."""
-    refused = 0
+    refused, done = 0, list[str]()
 
     def cancel(case: Case) -> None:
         second_connection.run(ask, case.job_id)
@@ -289,12 +289,15 @@ def test_a_cancel_by_somebody_else_at_any_step(name: str, second_connection: Oth
     for case, _, error, where in walk(name, cancel):
         job = acts.read(case.job_id)
         if error is None:
+            done.append(where)
             assert case.is_done(name), where
             continue
         refused += 1
         assert name == "complete" and isinstance(error, LeaseLostError), where
         assert job.status == "running" and not acts.shipments(), where
     assert refused >= 8 if name == "complete" else refused == 0
+    if name == "complete":
+        assert len(done) == 5, done  # after the last look, before and after the policy's, and at the commit
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -407,6 +410,25 @@ def test_a_connection_that_is_cut_inside_leaves_nothing(
     assert not connection.in_atomic_block and everything() == before
     case.call()
     assert case.is_done(name)
+
+
+@pytest.mark.postgres_only
+@each_verb
+def test_while_a_verb_works_the_row_is_locked(
+    name: str, second_connection: OtherConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A66, A70, A77: what was looked at stays so until the commit."""
+    seen: list[Any] = []
+    case = VERBS[name]()
+
+    def looking(_: Any) -> str:
+        seen.append(second_connection.run(store.holders, case.job_id))
+        return ship()
+
+    monkeypatch.setattr(sys.modules[__name__], "work", looking)
+    case.call()
+    assert len(seen) == 1 and seen[0] is not None
+    assert store.holders(case.job_id) is None
 
 
 @pytest.mark.parametrize("name", ["complete", "finalize"])
