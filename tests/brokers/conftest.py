@@ -66,6 +66,7 @@ class Fleet:
     def __init__(self, processes: Processes, url: str) -> None:
         self._processes, self._url = processes, url
         self._count = 0
+        self._last: tuple[Process, tuple[Any, ...], dict[str, Any]] | None = None
 
     def start(
         self,
@@ -89,7 +90,15 @@ class Fleet:
             environment={BROKER: self._url, OPTIONS: json.dumps(options or {}), **(environment or {})},
         )
         worker.wait_for_output("ready.", 60)
+        given = {"options": options, "environment": environment, **settings}
+        self._last = worker, (pool, concurrency, *arguments), given
         return worker
+
+    def replace_the_dead(self) -> None:
+        """Start the last worker anew if it has ended."""
+        if self._last is not None and not self._last[0].running:
+            _, arguments, given = self._last
+            self.start(*arguments, **given)
 
 
 @pytest.fixture
