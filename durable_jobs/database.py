@@ -589,9 +589,13 @@ def _adapt_postgresql(value: Any) -> Any:
 def clock(using: str | None = None) -> datetime:
     """The database's clock, which judges leases and schedules."""
     asked = connection(using)
-    value = _CLOCK.run(asked)[0][0]
+    return moment_of(asked, _CLOCK.run(asked)[0][0])
+
+
+def moment_of(connection: BaseDatabaseWrapper, value: Any) -> datetime:
+    """A moment as a statement answers it: SQLite gives a text."""
     moment = value if isinstance(value, datetime) else datetime.fromisoformat(value)
-    return moment if moment.tzinfo else moment.replace(tzinfo=asked.timezone)
+    return moment if moment.tzinfo else moment.replace(tzinfo=connection.timezone)
 
 
 _CLOCK = Statement("SELECT {now}", types={})

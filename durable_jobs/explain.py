@@ -91,11 +91,14 @@ def phase(job: Job, now: datetime, pauses: Collection[Pause] = ()) -> Phase:
 
 def current_phase(job: Job) -> Phase:
     """The job's phase now, by the database's clock and with the pauses that are there."""
-    return phase(job, store.now(), list(Pause.objects.using(database.alias())))
+    return phase(job, *store.now_and_pauses())
 
 
 def among(wanted: Phase, now: datetime, pauses: Collection[Pause] = ()) -> Q:
-    """A condition that holds for every job of a phase, and for few others: `phase` has the last word on each."""
+    """A condition that holds for every job of a phase, and for few others: `phase` has the last word on each.
+
+    Of what is stuck, or has ended, it holds for no other.
+    """
     owned = Q(status=Status.RUNNING, lease_owner__isnull=False)
     unowned = Q(status=Status.RUNNING, lease_owner__isnull=True)
     cancelling = Q(cancel_requested_at__isnull=False, finished_at__isnull=True)
@@ -105,9 +108,12 @@ def among(wanted: Phase, now: datetime, pauses: Collection[Pause] = ()) -> Q:
         case Phase.FAILED | Phase.PARKED:
             return Q(status=Status.FAILED, parked_at__isnull=wanted is Phase.FAILED)
         case Phase.STUCK:
-            # Each part has a partial index: what is claimable, running, or to be cancelled.
-            failing = Q(next_run_at__isnull=False, mirror_attempts__gte=MIRROR_STUCK_AFTER)
-            return owned | cancelling | failing
+            # Each part has a partial index: what is running, to be cancelled, or claimable.
+            failing = Q(mirror_attempts__gte=MIRROR_STUCK_AFTER)
+            late = cancelling & Q(cancel_requested_at__lt=now - timedelta(seconds=_patience()))
+            expired = Q(lease_expires_at__lt=now - timedelta(seconds=config.GRACE))
+            claimable = Q(next_run_at__isnull=False)
+            return (owned & (expired | _quiet(now) | failing)) | late | ((claimable | cancelling) & failing)
         case Phase.STOPPING:
             return cancelling
         case Phase.RUNNING:
@@ -120,6 +126,29 @@ def among(wanted: Phase, now: datetime, pauses: Collection[Pause] = ()) -> Q:
             return Q(status=Status.PENDING, next_run_at__gt=now)
         case Phase.WAITING:
             return Q(status=Status.PENDING, next_run_at__lte=now)
+
+
+def _quiet(now: datetime) -> Q:
+    """Of what runs, what has committed nothing for as long as stalls it, or for as long as its kind's slices may take."""
+
+    def since(seconds: float) -> Q:
+        moment = now - timedelta(seconds=seconds)
+        claimed, committed = Q(claimed_at__lt=moment), Q(last_committed_at__lt=moment)
+        unclaimed, uncommitted = Q(claimed_at__isnull=True), Q(last_committed_at__isnull=True)
+        return (claimed & (committed | uncommitted)) | (unclaimed & committed)
+
+    usual = min(config.STALLED_AFTER, Kind.max_slice_seconds)
+    others: dict[float, list[str]] = {}
+    for kind in kinds.all_kinds():
+        longest = min(config.STALLED_AFTER, kind.max_slice_seconds)
+        if longest != usual:
+            others.setdefault(longest, []).extend((kind.name, *kind.aliases))
+    condition = since(usual)
+    if others:
+        condition &= ~Q(kind__in=[name for names in others.values() for name in names])
+    for longest, names in others.items():
+        condition |= Q(kind__in=names) & since(longest)
+    return condition
 
 
 def held_back(pauses: Collection[Pause]) -> Q:
@@ -184,8 +213,7 @@ def troubles(
 def explain(job: Job) -> list[Reason]:
     """What an operator should know about a job, most pressing first; empty when all is as it should be."""
     using = database.alias()
-    now = store.now()
-    pauses = list(Pause.objects.using(using).order_by("id"))
+    now, pauses = store.now_and_pauses()
     last = WorkerProcess.objects.using(using).order_by("-beat_at").first()
     holder = error = requested_at = None
     if job.status == Status.FAILED and job.lock_key is not None:
@@ -468,9 +496,14 @@ def _of_a_slow_slice(job: Job, now: datetime) -> list[Reason]:
     return []
 
 
+def _patience() -> float:
+    """Seconds after which a cancel should have been acted on."""
+    return max(config.GRACE, 2 * config.TICK)
+
+
 def _of_an_old_cancel(job: Job, now: datetime, requested_at: datetime) -> list[Reason]:
     waiting = (now - requested_at).total_seconds()
-    if waiting <= max(config.GRACE, 2 * config.TICK):
+    if waiting <= _patience():
         return []
     if _has_seen(job, requested_at):
         return [

@@ -14,7 +14,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from django.db import Error
-from django.db.models import DurationField, ExpressionWrapper, F, Q
+from django.db.models import Count, DateTimeField, F, FloatField, Func, Min, Q, Value
 
 from durable_jobs import database, explain, store
 from durable_jobs.conf import config
@@ -74,18 +74,23 @@ class Counts:
 
 
 def counts(where: Q | None = None, *, most: int | None = None) -> Counts:
-    """Count, up to `most` each (default: `MOST`); `where` narrows the jobs, to a scope for example."""
+    """Count, up to `most` each (default: `MOST`); `where` narrows the jobs, to a scope for example.
+
+    What has ended is counted among the last `MOST` that failed and the last `MOST` that ended at all.
+    """
     now, within = store.now(), where or Q()
     most = MOST if most is None else most
-    counted = live(now, within, most=most)
+    failed = _ended(_jobs().filter(status=Status.FAILED), now, within, most, _FAILED_STATES)
+    others = _ended(_jobs(), now, within, most, _OTHER_STATES)
     ended = {
         label: {
-            status: _count(Q(status=status, finished_at__gte=now - window) & within, most)
-            for status in (Status.COMPLETED.value, Status.FAILED.value, Status.CANCELLED.value)
+            Status.COMPLETED.value: others["completed", label],
+            Status.FAILED.value: failed["any", label],
+            Status.CANCELLED.value: others["cancelled", label],
         }
-        for label, window in WINDOWS.items()
+        for label in WINDOWS
     }
-    return Counts(now, counted, ended)
+    return Counts(now, _live(now, within, most, failed), ended)
 
 
 def stats() -> Stats:
@@ -103,35 +108,87 @@ def stats() -> Stats:
     )
 
 
-def live(now: datetime, where: Q | None = None, *, most: int | None = None) -> dict[str, Bounded]:
+def live(now: datetime, where: Q | None = None) -> dict[str, Bounded]:
     """Jobs that have not ended, by what they wait for, and those that need a human; `where` narrows them."""
-    within, most = where or Q(), MOST if most is None else most
+    within = where or Q()
+    failed = _ended(_jobs().filter(status=Status.FAILED), now, within, MOST, _FAILED_STATES)
+    return _live(now, within, MOST, failed)
+
+
+def _live(now: datetime, within: Q, most: int, failed: dict[tuple[str, str], Bounded]) -> dict[str, Bounded]:
     return {
         "waiting": _count(Q(status=Status.PENDING, next_run_at__lte=now) & within, most),
         "scheduled": _count(Q(status=Status.PENDING, next_run_at__gt=now) & within, most),
         "retrying": _count(Q(status=Status.RUNNING, next_run_at__isnull=False) & within, most),
         "running": _count(Q(status=Status.RUNNING, lease_owner__isnull=False) & within, most),
         "stopping": _count(Q(cancel_requested_at__isnull=False, finished_at__isnull=True) & within, most),
-        "stuck": _bounded(len(stuck_jobs(now, limit=most + 1, where=within)), most),
-        "failed": _count(Q(status=Status.FAILED, parked_at__isnull=True) & within, most),
-        "parked": _count(Q(status=Status.FAILED, parked_at__isnull=False) & within, most),
+        "stuck": _bounded(sum(jobs.order_by()[: most + 1].count() for jobs in _stuck(now, within)), most),
+        "failed": failed["failed", ""],
+        "parked": failed["parked", ""],
+    }
+
+
+_FAILED_STATES: Final = {
+    "any": Q(),
+    "failed": Q(parked_at__isnull=True),
+    "parked": Q(parked_at__isnull=False),
+}
+_OTHER_STATES: Final = {
+    "completed": Q(status=Status.COMPLETED),
+    "cancelled": Q(status=Status.CANCELLED),
+}
+
+
+def _ended(
+    jobs: Any, now: datetime, within: Q, most: int, states: dict[str, Q]
+) -> dict[tuple[str, str], Bounded]:
+    """By state and window ("" for no window) how many of the last `MOST` jobs are so: one query.
+
+    Without a bound, the few cancelled jobs of a week would be looked for among all that ended in it.
+    """
+    horizons = {"": None, **{label: now - window for label, window in WINDOWS.items()}}
+    numbers = {
+        f"{state}{number}": Count(
+            "pk",
+            filter=condition & within & (Q(finished_at__gte=horizon) if horizon else Q(pk__isnull=False)),
+        )
+        for state, condition in states.items()
+        for number, horizon in enumerate(horizons.values())
+    }
+    last = jobs.filter(finished_at__isnull=False).order_by("-finished_at")[: MOST + 1]
+    found = last.aggregate(read=Count("pk"), oldest=Min("finished_at"), **numbers)
+
+    def reaches_back(horizon: datetime | None) -> bool:
+        return found["read"] <= MOST or (horizon is not None and found["oldest"] < horizon)
+
+    return {
+        (state, label): Bounded(
+            min(counted := found[f"{state}{number}"], most), counted > most or not reaches_back(horizon)
+        )
+        for state in states
+        for number, (label, horizon) in enumerate(horizons.items())
     }
 
 
 def stuck_jobs(now: datetime, *, limit: int, slack: float = 0.0, where: Q | None = None) -> list[Job]:
     """Jobs that do not get on by themselves, oldest first; `slack` seconds are still given to lease and cancel."""
-    moment = now - timedelta(seconds=slack)
     found: dict[UUID, Job] = {}
-    # Two questions, each of which has a partial index: SQLite would answer both at once by reading all rows.
-    for condition in (
-        Q(status=Status.RUNNING),
-        Q(cancel_requested_at__isnull=False, finished_at__isnull=True) & ~Q(status=Status.RUNNING),
-    ):
-        jobs = _jobs().filter(condition & (where or Q())).exclude(queue_name=MANUAL_QUEUE).order_by()
-        for job in jobs.defer(*LARGE_COLUMNS)[:MOST]:
-            if explain.phase(job, moment) is explain.Phase.STUCK:
-                found[job.id] = job
+    for jobs in _stuck(now - timedelta(seconds=slack), where or Q()):
+        found |= {job.id: job for job in jobs.order_by("id").defer(*LARGE_COLUMNS)[:limit]}
     return [found[key] for key in sorted(found)[:limit]]
+
+
+def _stuck(moment: datetime, where: Q) -> list[Any]:
+    """What was stuck at that moment, in two parts, each of which has a partial index.
+
+    SQLite would answer both at once by reading all rows.
+    """
+    jobs = _jobs().filter(where, explain.among(explain.Phase.STUCK, moment)).exclude(queue_name=MANUAL_QUEUE)
+    running = Q(status=Status.RUNNING)
+    return [
+        jobs.filter(running),
+        jobs.filter(~running, cancel_requested_at__isnull=False, finished_at__isnull=True),
+    ]
 
 
 # --- what has happened ----------------------------------------------------------------------------------
@@ -180,34 +237,52 @@ class Recent:
 def recent(now: datetime, where: Q | None = None) -> Recent:
     """Throughput, waiting and failures; `where` narrows the jobs, to a scope for example."""
     jobs = _jobs().filter(where or Q())
+    age = Seconds(Value(now, output_field=DateTimeField()), F("finished_at"))
     ended = jobs.filter(finished_at__gte=now - HOUR, finished_at__lte=now).order_by("-finished_at")
-    rows = list(ended.values_list("finished_at", "status", _WAITED)[: MOST + 1])
-    bars = _by_five_minutes(now, rows)
+    rows = list(ended.values_list(age, "status", _WAITED)[: MOST + 1])
     week = now - WINDOWS["7 d"]
     failed = jobs.filter(status=Status.FAILED, finished_at__gte=week).order_by("-finished_at")
-    failures = list(failed.values_list("finished_at", "kind", "error_type")[: MOST + 1])
+    failures = list(failed.values_list(age, "kind", "error_type")[: MOST + 1])
     return Recent(
-        bars=bars,
-        reaches=rows[-1][0] if len(rows) > MOST else None,
+        bars=_by_five_minutes(now, rows),
+        reaches=now - timedelta(seconds=rows[-1][0]) if len(rows) > MOST else None,
         hours=_by_hour(now, [row[0] for row in failures]),
-        failures=_grouped_by_window(now, failures),
-        failures_since=failures[-1][0] if len(failures) > MOST else None,
+        failures=_grouped_by_window(failures),
+        failures_since=now - timedelta(seconds=failures[-1][0]) if len(failures) > MOST else None,
     )
 
 
-_WAITED: Final = ExpressionWrapper(F("started_at") - F("created_at"), output_field=DurationField())
+class Seconds(Func):
+    """The seconds from the second moment to the first: numbers are read many times faster than moments."""
+
+    output_field = FloatField()
+    arity = 2
+
+    def as_postgresql(self, compiler: Any, connection: Any, **extra: Any) -> Any:
+        return self.as_sql(
+            compiler, connection, template="extract(epoch FROM (%(expressions)s))::float8", arg_joiner=" - "
+        )
+
+    def as_sqlite(self, compiler: Any, connection: Any, **extra: Any) -> Any:
+        joiner = ") - julianday("
+        return self.as_sql(
+            compiler, connection, template="(julianday(%(expressions)s)) * 86400.0", arg_joiner=joiner
+        )
+
+
+_WAITED: Final = Seconds(F("started_at"), F("created_at"))
 FIVE_MINUTES: Final = timedelta(minutes=5)
 
 
 def _by_five_minutes(now: datetime, rows: list[Any]) -> list[Bar]:
     ended, failed = Counter[int](), Counter[int]()
     waits: dict[int, list[float]] = {}
-    for moment, status, waited in rows:
-        number = (now - moment) // FIVE_MINUTES
+    for age, status, waited in rows:
+        number = max(0, min(11, int(age // 300)))
         ended[number] += 1
         failed[number] += status == Status.FAILED
         if waited is not None:
-            waits.setdefault(number, []).append(max(0.0, waited.total_seconds()))
+            waits.setdefault(number, []).append(max(0.0, waited))
     return [
         Bar(
             since=now - (number + 1) * FIVE_MINUTES,
@@ -220,18 +295,20 @@ def _by_five_minutes(now: datetime, rows: list[Any]) -> list[Bar]:
     ]
 
 
-def _by_hour(now: datetime, moments: list[datetime]) -> list[Bar]:
-    numbers = Counter((now - moment) // HOUR for moment in moments)
+def _by_hour(now: datetime, ages: list[float]) -> list[Bar]:
+    numbers = Counter(int(age // 3600) for age in ages)
     return [Bar(now - (n + 1) * HOUR, now - n * HOUR, numbers[n], numbers[n]) for n in reversed(range(24))]
 
 
-def _grouped_by_window(now: datetime, rows: list[Any]) -> list[Failures]:
+def _grouped_by_window(rows: list[Any]) -> list[Failures]:
     groups: dict[tuple[str, str], Counter[str]] = {}
-    horizons = [(label, now - window) for label, window in WINDOWS.items()]
-    for moment, kind, error_type in rows:
-        group = groups.setdefault((kind, error_type or ""), Counter())
+    horizons = [(label, window.total_seconds()) for label, window in WINDOWS.items()]
+    for age, kind, error_type in rows:
+        group = groups.get(key := (kind, error_type or ""))
+        if group is None:
+            group = groups[key] = Counter()
         for label, horizon in horizons:
-            group[label] += moment >= horizon
+            group[label] += age <= horizon
     ordered = sorted(groups.items(), key=lambda item: (-item[1]["1 h"], -item[1]["7 d"], item[0]))
     return [
         Failures(kind, error, {label: numbers[label] for label in WINDOWS})
@@ -374,8 +451,7 @@ def _unreachable(error: Exception) -> Check:
 
 
 def _look(limits: Limits) -> Iterator[Check]:
-    now = store.now()
-    pauses = list(Pause.objects.using(database.alias()))
+    now, pauses = store.now_and_pauses()
     yield Check("database", True, f"The database {database.alias()!r} answers.")
     yield from _look_at_due_work(now, limits, pauses)
     yield _look_at_stuck_jobs(now, limits)

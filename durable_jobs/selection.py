@@ -174,7 +174,7 @@ class Look:
 
     @classmethod
     def take(cls) -> Look:
-        return cls(store.now(), list(Pause.objects.using(database.alias()).order_by("id")))
+        return cls(*store.now_and_pauses())
 
     def phase(self, job: Job) -> Phase:
         """The job's phase at that moment."""

@@ -33,7 +33,7 @@ from durable_jobs.conf import config
 from durable_jobs.database import OwnAtomic, Statement
 from durable_jobs.exceptions import ErrorFacts
 from durable_jobs.kinds import KEEP, Kind, Sentinel
-from durable_jobs.models import MANUAL_QUEUE, Job, JobEvent, Scope
+from durable_jobs.models import MANUAL_QUEUE, Job, JobEvent, Pause, Scope
 
 
 class Answer(enum.Enum):
@@ -935,6 +935,9 @@ _PAUSE = _statement("""
     ON CONFLICT (queue_name, kind, tenant_id) DO UPDATE SET reason = excluded.reason, actor = excluded.actor""")
 _UNPAUSE = _statement("""
     DELETE FROM durable_jobs_pause WHERE queue_name = :queue AND kind = :kind AND tenant_id = :tenant""")
+_NOW_AND_PAUSES = _statement(f"""
+    SELECT {{now}}, {", ".join(f"p.{field.column}" for field in Pause._meta.concrete_fields)}
+    FROM (SELECT 1 AS one) always LEFT JOIN durable_jobs_pause p ON always.one = 1 ORDER BY p.id""")
 _LEASED = _statement("""
     SELECT count(*) FROM {job} WHERE status = 'running' AND lease_owner IS NOT NULL
         AND lease_expires_at >= {now} AND (:queue = '' OR queue_name = :queue) AND (:kind = '' OR kind = :kind)
@@ -1921,6 +1924,15 @@ def leased(*, queue: str = "", kind: str = "", tenant: str = "") -> int:
 def now() -> datetime:
     """The database's clock, which judges leases and schedules."""
     return database.clock()
+
+
+def now_and_pauses() -> tuple[datetime, list[Pause]]:
+    """The database's clock, and the pauses that are set, oldest first: one look."""
+    connection = database.connection()
+    rows = _NOW_AND_PAUSES.run(connection)
+    pauses = [row[1:] for row in rows if row[1] is not None]
+    loaded = database.loader(Pause, connection).load(connection, pauses)
+    return database.moment_of(connection, rows[0][0]), loaded
 
 
 # --- parameters -----------------------------------------------------------------------------------------

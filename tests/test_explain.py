@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.test import override_settings
 
-from durable_jobs import explain, selection, service, store
+from durable_jobs import explain, overview, selection, service, store
 from durable_jobs.explain import Phase, Reason, phase, reasons
 from durable_jobs.kinds import Done, Kind
 from durable_jobs.models import Job, JobEvent, Pause, WorkerProcess, uuid7
@@ -411,6 +413,52 @@ def test_the_filter_by_phase_agrees_with_the_phase(pauses: list[dict[str, str]])
             (pk for pk, its in everything.items() if its is wanted), reverse=True
         )
     assert {Phase.STUCK, Phase.STOPPING} <= set(everything.values())
+
+
+class Brisk(Known):
+    name = "tests.brisk"
+    aliases = ("tests.swift",)
+    slice_seconds = 10
+    max_slice_seconds = 60
+
+
+class Slow(Known):
+    name = "tests.slow"
+    aliases = ()
+    max_slice_seconds = 20_000
+
+
+@on_the_database
+@pytest.mark.parametrize("stalled_after", [900, 7_200])
+def test_what_is_stuck_is_found_in_the_database_as_it_is_judged(stalled_after: int) -> None:
+    """One condition, so that millions are counted without being read; it holds for the stuck and no others."""
+    ages = (None, 10, 20.5, 29, 31, 59.9, 61, 899, 901, 3_599, 3_601, 7_199, 7_201, 19_999, 20_001)
+    dice = random.Random(7)
+    with (
+        register_for_test(Brisk, Slow),
+        override_settings(DURABLE_JOBS={**settings.DURABLE_JOBS, "STALLED_AFTER": stalled_after}),
+    ):
+        names = ("tests.known", "tests.swift", "tests.brisk", "tests.slow", "tests.nobody-knows")
+        for _ in range(150):
+            row = make_job(dice.choice([*MADE, *["running"] * 9]), kind=dice.choice(names))
+            changed: dict[str, Any] = {}
+            if row.status == "running":
+                columns = ("claimed_at", "last_committed_at", "lease_expires_at")
+                for column in columns[: 3 if row.lease_owner else 2]:
+                    age = dice.choice(ages[1:] if column == "lease_expires_at" else ages)
+                    changed[column] = None if age is None else rows.ago(age)
+            if row.is_live and dice.random() < 0.3:
+                changed["cancel_requested_at"] = rows.ago(dice.choice(ages[1:]))
+            if row.status == "running" or changed:
+                changed["mirror_attempts"] = dice.choice((0, 0, 0, 2, 3))
+            for column, value in changed.items():
+                rows.execute(f"UPDATE durable_jobs_job SET {column} = %s WHERE id = %s", value, row.id)
+        look = Look.take()
+        judged = {row.id for row in Job.objects.all() if look.phase(row) is Phase.STUCK}
+        found = Job.objects.filter(explain.among(Phase.STUCK, look.now)).values_list("id", flat=True)
+        assert set(found) == judged and 20 < len(judged) < 130
+        assert {job.id for job in overview.stuck_jobs(look.now, limit=1_000)} == judged
+        assert overview.live(look.now)["stuck"].number == len(judged)
 
 
 def codes_of(row: Job) -> list[str]:

@@ -16,7 +16,7 @@ from durable_jobs.admin import access, acts, listing
 from durable_jobs.explain import Phase, Reason
 from durable_jobs.kinds import Kind
 from durable_jobs.lifecycle import MIRROR_STUCK_AFTER
-from durable_jobs.models import LIVE, CancelRequest, Job, JobEvent, Pause, Status
+from durable_jobs.models import LIVE, CancelRequest, Job, JobEvent, Status
 from durable_jobs.selection import LARGE_COLUMNS
 from durable_jobs.templatetags.durable_jobs import event_name, pretty, span
 
@@ -93,8 +93,7 @@ class Live:
 def live(request: HttpRequest, job: Job, site: Any) -> Live:
     """Read it; large columns are not loaded."""
     using = database.alias()
-    now = store.now()
-    pauses = list(Pause.objects.using(using).order_by("id"))
+    now, pauses = store.now_and_pauses()
     holder = None
     if job.lock_key is not None and job.status not in LIVE:
         holder = store.by_lock_key(job.lock_key, job.scope)

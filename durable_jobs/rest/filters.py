@@ -72,6 +72,8 @@ def _text(column: str, length: int) -> django_filters.CharFilter:
 class JobFilter(django_filters.FilterSet):
     """Jobs by their columns; `phase` is judged row by row, when they have been read."""
 
+    base_filters: dict[str, Any]
+
     kind = _text("kind", 200)
     queue = _text("queue_name", 100)
     tenant = _text("tenant_id", 64)
@@ -93,6 +95,15 @@ class JobFilter(django_filters.FilterSet):
     class Meta:
         model = Job
         fields: tuple[str, ...] = ()
+
+    def __init__(self, data: Any = None, *args: Any, **options: Any) -> None:
+        # Each filter that is there is copied; those that are not asked for need not be.
+        self.base_filters = {
+            name: filter
+            for name, filter in type(self).base_filters.items()
+            if name in (data or ()) or filter.extra.get("required")
+        }
+        super().__init__(data, *args, **options)
 
     INDEXED_STATES = frozenset(
         (

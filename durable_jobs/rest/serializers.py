@@ -6,10 +6,10 @@ Ids are texts, so that no client rounds them; counts are whole numbers; times ar
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from django import forms
@@ -106,13 +106,17 @@ class Shown(serializers.Serializer):
     def to_representation(self, instance: Any) -> dict[str, Any]:
         """The fields by name."""
         made: dict[str, Any] = {}
-        for field in self._readable_fields:
-            if field.source == "*":
-                made[field.field_name] = field.to_representation(instance)
-                continue
-            value = getattr(instance, field.source)
-            made[field.field_name] = None if value is None else field.to_representation(value)
+        for name, source, represent in self._shown:
+            value = instance if source == "*" else getattr(instance, source)
+            made[name] = None if value is None else represent(value)
         return made
+
+    @cached_property
+    def _shown(self) -> list[tuple[str, str, Callable[[Any], Any]]]:
+        return [
+            (str(field.field_name), str(field.source), field.to_representation)
+            for field in self._readable_fields
+        ]
 
 
 class Key(serializers.CharField):
@@ -209,6 +213,17 @@ class JobSerializer(Shown):
     rate = serializers.FloatField(allow_null=True)
     eta_seconds = serializers.IntegerField(allow_null=True)
     progress_message = serializers.CharField(allow_null=True)
+
+
+@cache
+def _of_a_list() -> JobSerializer:
+    return JobSerializer()
+
+
+def listed(jobs: Sequence[Seen]) -> list[dict[str, Any]]:
+    """Jobs in a list, by one serializer that is kept: to make its fields takes as long as to show a page."""
+    represent = _of_a_list().to_representation
+    return [represent(seen) for seen in jobs]
 
 
 class ReasonSerializer(serializers.Serializer):

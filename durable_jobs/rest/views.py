@@ -78,6 +78,7 @@ from durable_jobs.rest.serializers import (
     WorkerSerializer,
     checked_input,
     is_startable,
+    listed,
 )
 from durable_jobs.selection import LARGE_COLUMNS, Look
 
@@ -231,7 +232,7 @@ class JobViewSet(JobsViewSet):
         chosen = self.filterset_class.checked(request.query_params, visible, request=request)
         look = Look.take()
         page = _reading(chosen, visible, scopes, look).page(place, size)
-        results = JobSerializer(Seen.all(page.jobs, look), many=True).data
+        results = listed(Seen.all(page.jobs, look))
         return Response(paging.answer(request, results, page.previous, page.next))
 
     def retrieve(self, request: Request, pk: str = "", **kwargs: Any) -> Response:

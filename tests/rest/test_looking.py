@@ -195,7 +195,7 @@ def test_the_list_asks_the_database_the_same_for_one_and_many(
 ) -> None:
     for index in range(number):
         make_job("failed", kind=Echo, lock_key=f"key {index}")
-    with django_assert_num_queries(8):  # session, user, rights (2), time, pauses, jobs, lock keys
+    with django_assert_num_queries(7):  # session, user, rights (2), time and pauses, jobs, lock keys
         assert len(ids(viewer.get(JOBS))) == number
 
 

@@ -202,7 +202,7 @@ class TestOwnStatus:
 
     def test_it_asks_the_database_little(self, operator: Any, django_assert_num_queries: Any) -> None:
         job = make_job("running", kind="rest.echo", created_by=operator.user.pk)
-        with django_assert_num_queries(5):  # session, user, job, time, pauses
+        with django_assert_num_queries(4):  # session, user, job, time and pauses
             operator.get(of(job, "status/"))
 
 
