@@ -20,6 +20,7 @@ from django.db.models import F, Q, Value
 from django.db.models.functions import Coalesce, Length, Now
 from django.db.models.lookups import Exact
 from django.utils.translation import gettext_lazy as _
+from django.utils.translation import gettext_noop
 
 from durable_jobs import database
 from durable_jobs.exceptions import DirectWrite, ErrorClass
@@ -79,7 +80,9 @@ class Ownership(models.TextChoices):
     CURRENT = "current"
 
 
-CHANGED_INPUT = "The stored input is not the one that the job was made with: its bytes do not match the hash."
+CHANGED_INPUT = gettext_noop(
+    "The stored input is not the one that the job was made with: its bytes do not match the hash."
+)
 
 LIVE = (Status.PENDING, Status.RUNNING)
 TERMINAL = (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
@@ -573,10 +576,19 @@ def _parsed(text: str | None) -> Any:
 
 
 class JobEvent(ReadOnlyRow):
-    """One line of a job's history: append-only; it goes only when its job is pruned."""
+    """One line of the history: append-only; it goes only when its job is pruned.
+
+    A pause and its end belong to no job. They name what they stop in `data`, blank matching everything.
+    """
 
     job = models.ForeignKey(
-        Job, on_delete=models.DO_NOTHING, db_constraint=False, db_index=False, related_name="events"
+        Job,
+        on_delete=models.DO_NOTHING,
+        db_constraint=False,
+        db_index=False,
+        null=True,
+        blank=True,
+        related_name="events",
     )
     created_at = models.DateTimeField(db_default=Now())
     event = _text(50)
@@ -609,7 +621,7 @@ class JobEvent(ReadOnlyRow):
         )
 
     def __str__(self) -> str:
-        return f"{self.event} {self.job_id}"
+        return f"{self.event} {self.job_id or self.message}"
 
 
 class CancelRequest(ReadOnlyRow):

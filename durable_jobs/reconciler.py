@@ -390,7 +390,8 @@ class Reconciler:
             job = store.take_orphan(orphan, grace=config.GRACE, delay=delay, dead=dead)
             if job is None:
                 return None
-            data = {"owner": orphan.owner, "epoch": orphan.epoch, "reaped": dead, **facts}
+            held = store.seconds_held(job, until=job.heartbeat_at)
+            data = {"owner": orphan.owner, "epoch": orphan.epoch, "reaped": dead, "seconds": held, **facts}
             store.add_event(job, "orphaned", owner=orphan.owner, actor=self._actor, data=data)
         log("job_orphaned", job, level=logging.WARNING, owner=orphan.owner, epoch=orphan.epoch, **facts)
         return job

@@ -776,7 +776,11 @@ class _Slice:
                     error_type=facts.type,
                     message=facts.message,
                     traceback=facts.traceback,
-                    data={"class": str(facts.error_class), "failures": job.consecutive_failures},
+                    data={
+                        "class": str(facts.error_class),
+                        "failures": job.consecutive_failures,
+                        "seconds": store.seconds_held(job),
+                    },
                 )
         return job
 

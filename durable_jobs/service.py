@@ -447,14 +447,14 @@ def pause(*, queue: str = "", kind: str = "", tenant: str = "", reason: str, act
     """
     why = _text("reason", reason, REASON_LENGTH, "Say why, for whoever finds the work standing.")
     who = _actor(actor)
-    store.pause(**_pause_of(queue, kind, tenant), reason=why, actor=who.text)
+    store.pause(**_pause_of(queue, kind, tenant), reason=why, actor=who.text, actor_id=who.id)
     log("paused", level=logging.WARNING, queue=queue, kind_=kind, tenant=tenant, actor=who.text)
 
 
 def unpause(*, queue: str = "", kind: str = "", tenant: str = "", actor: Any = "") -> bool:
     """Take away the pause of exactly this queue, kind and tenant, and wake the workers; False: there was none."""
     who = _actor(actor)
-    ended = store.unpause(**_pause_of(queue, kind, tenant))
+    ended = store.unpause(**_pause_of(queue, kind, tenant), actor=who.text, actor_id=who.id)
     if ended:
         transports.current().wake()
         log("unpaused", level=logging.WARNING, queue=queue, kind_=kind, tenant=tenant, actor=who.text)

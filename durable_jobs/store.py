@@ -1903,22 +1903,66 @@ def forget_workers(silent_seconds: float) -> None:
         _FORGET_WORKERS.run(connection, grace=silent_seconds)
 
 
-def pause(*, queue: str = "", kind: str = "", tenant: str = "", reason: str, actor: str) -> None:
+def pause(
+    *,
+    queue: str = "",
+    kind: str = "",
+    tenant: str = "",
+    reason: str,
+    actor: str,
+    actor_id: str | None = None,
+) -> None:
     """Stop new claims of what matches (blank matches everything); again: the reason is replaced."""
-    with _joining(database.alias()) as connection:
-        _PAUSE.run(connection, queue=queue, kind=kind, tenant=tenant, reason=reason, actor=actor)
+    what = {"queue": queue, "kind": kind, "tenant": tenant}
+    with database.joined(database.alias()):
+        _PAUSE.run(database.connection(), **what, reason=reason, actor=actor)
+        _add_event_of_a_pause("paused", what, reason=reason, actor=actor, actor_id=actor_id)
 
 
-def unpause(*, queue: str = "", kind: str = "", tenant: str = "") -> bool:
+def unpause(
+    *, queue: str = "", kind: str = "", tenant: str = "", actor: str = "", actor_id: str | None = None
+) -> bool:
     """Take away the pause of exactly this queue, kind and tenant; False when there is none."""
-    with _joining(database.alias()) as connection:
-        return _UNPAUSE.count(connection, queue=queue, kind=kind, tenant=tenant) > 0
+    what = {"queue": queue, "kind": kind, "tenant": tenant}
+    with database.joined(database.alias()):
+        if not _UNPAUSE.count(database.connection(), **what):
+            return False
+        _add_event_of_a_pause("unpaused", what, reason="", actor=actor, actor_id=actor_id)
+    return True
+
+
+def _add_event_of_a_pause(
+    event: str, what: dict[str, str], *, reason: str, actor: str, actor_id: str | None
+) -> None:
+    of_a_job = dict.fromkeys(("id", "organization", "epoch", "seq", "operation_id"))
+    blank = dict.fromkeys(("owner", "code", "error_type", "traceback"), "")
+    _ADD_EVENT.run(
+        database.connection(),
+        **of_a_job,
+        **blank,
+        event=event,
+        kind=what["kind"],
+        tenant=what["tenant"],
+        actor=actor,
+        actor_id=actor_id,
+        reason=reason,
+        message=", ".join(f"{name} {value}" for name, value in what.items() if value) or "all work",
+        data=json.dumps(what),
+        release=config.RELEASE,
+    )
 
 
 def leased(*, queue: str = "", kind: str = "", tenant: str = "") -> int:
     """How many matching jobs are running under a live lease."""
     connection = database.connection()
     return int(_LEASED.run(connection, queue=queue, kind=kind, tenant=tenant)[0][0])
+
+
+def seconds_held(job: Job, until: datetime | None = None) -> float | None:
+    """Seconds from a job's last claim to the statement that answered this row, or to an earlier moment."""
+    if job.claimed_at is None:
+        return None
+    return round(max(0.0, ((until or job.updated_at) - job.claimed_at).total_seconds()), 3)
 
 
 def now() -> datetime:

@@ -59,9 +59,18 @@ def scopes(request: HttpRequest) -> tuple[Scope, ...] | None:
 
 
 def among(request: HttpRequest) -> Q:
-    """The condition that rows of jobs or of their history must hold for the user to see them."""
+    """The condition that rows of jobs must hold for the user to see them."""
     allowed = scopes(request)
     return Q() if allowed is None else selection.in_scopes(allowed)
+
+
+def among_events(request: HttpRequest) -> Q:
+    """The same for the history, whose pauses concern a tenant, or all of them."""
+    allowed = scopes(request)
+    if allowed is None:
+        return Q()
+    tenants = {"", *(scope.tenant for scope in allowed)}
+    return selection.in_scopes(allowed) | Q(job_id__isnull=True, tenant_id__in=tenants)
 
 
 def is_visible(request: HttpRequest, pause: Pause) -> bool:

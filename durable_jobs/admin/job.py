@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import zip_longest
 from typing import Any, Final
 
-from django.db.models import Q
+from django.db.models import F, Q
 from django.http import HttpRequest
 from django.utils.translation import gettext as _
 
@@ -22,6 +23,7 @@ from durable_jobs.templatetags.durable_jobs import event_name, pretty, span
 
 EVENTS: Final = 100
 SKIPPED: Final = 50
+PAUSES: Final = 50
 SHOWN: Final = 20_000
 """Characters of input, checkpoint and result; they may have a million."""
 FAILURES: Final = ("slice_failed", "failed", "orphaned", "parked", "mirror_failed")
@@ -144,12 +146,20 @@ def without_payload(request: HttpRequest) -> Any:
 
 
 @dataclass(frozen=True)
+class Attempt:
+    """What went wrong once; `seconds` is for how long the worker had held the job, None where nobody knows."""
+
+    event: JobEvent
+    seconds: float | None
+
+
+@dataclass(frozen=True)
 class History:
     """What the events tell: the way of the job, its failures newest first, and the items it skipped."""
 
     stops: list[Stop]
     cancel: list[str]
-    failures: list[JobEvent]
+    failures: list[Attempt]
     skipped: list[JobEvent]
     more: bool
 
@@ -157,16 +167,52 @@ class History:
 def history(job: Job) -> History:
     """Read the newest events."""
     events = JobEvent.objects.using(database.alias()).filter(job_id=job.id).defer("data")
-    newest = list(events.filter(~Q(event="item_skipped")).order_by("-id")[: EVENTS + 1])
+    others = events.filter(~Q(event="item_skipped")).annotate(seconds=F("data__seconds"))
+    newest = list(others.order_by("-id")[: EVENTS + 1])
     told = newest[:EVENTS]
     skipped = list(events.filter(event="item_skipped").order_by("-id")[:SKIPPED])
     return History(
-        stops=_with_durations(_stops(job, list(reversed(told)))),
+        stops=_with_durations(_stops(job, [*reversed(told), *_pauses(job)])),
         cancel=_cancel_story(job, told),
-        failures=[event for event in told if event.event in FAILURES],
+        failures=_attempts(job, told),
         skipped=skipped,
         more=len(newest) > EVENTS,
     )
+
+
+def _attempts(job: Job, events: list[Any]) -> list[Attempt]:
+    """The failures, newest first. An end whose slice has told the same error already is left out."""
+    told = [event for event in events if event.event in FAILURES]
+    found = []
+    for event, before in zip_longest(told, told[1:]):
+        is_the_end = event.event == "failed" and before is not None and before.event == "slice_failed"
+        if is_the_end and (event.epoch, event.message) == (before.epoch, before.message):
+            continue
+        found.append(Attempt(event, event.seconds if event.seconds is not None else _held(job, event)))
+    return found
+
+
+def _held(job: Job, event: JobEvent) -> float | None:
+    """For how long the worker of a job's end had held it, from the row: of a lost one, until it was last seen."""
+    if job.claimed_at is None or event.epoch != job.lease_epoch or event.event not in ("failed", "parked"):
+        return None
+    until = job.heartbeat_at if event.actor.startswith("reconciler") else event.created_at
+    return max(0.0, ((until or event.created_at) - job.claimed_at).total_seconds())
+
+
+def _pauses(job: Job) -> list[JobEvent]:
+    """The pauses that held the job back while it lived, and their ends."""
+    events = JobEvent.objects.using(database.alias()).filter(
+        event__in=("paused", "unpaused"), job_id__isnull=True, created_at__gte=job.created_at
+    )
+    if job.finished_at is not None:
+        events = events.filter(created_at__lte=job.finished_at)
+    its = {"queue": job.queue_name, "kind": job.kind, "tenant": job.tenant_id}
+    return [
+        event
+        for event in events.order_by("-created_at")[:PAUSES]
+        if all((event.data or {}).get(name) in ("", value) for name, value in its.items())
+    ]
 
 
 def _stops(job: Job, events: list[JobEvent]) -> list[Stop]:
@@ -196,7 +242,10 @@ def _stops(job: Job, events: list[JobEvent]) -> list[Stop]:
 
 
 def _of_event(event: JobEvent) -> Stop:
-    what = event.reason or (": ".join(part for part in (event.error_type, event.message) if part))
+    told = ": ".join(part for part in (event.error_type, event.message) if part)
+    what = event.reason or told
+    if event.job_id is None:
+        what = f"{told}. {event.reason}" if event.reason else told
     tone = "failed" if event.event in FAILURES else ""
     return Stop(event_name(event.event), event.created_at, event.actor or event.owner, what[:200], tone=tone)
 
@@ -211,7 +260,7 @@ def _with_durations(stops: list[Stop]) -> list[Stop]:
     return told
 
 
-def _cancel_story(job: Job, events: list[JobEvent]) -> list[str]:
+def _cancel_story(job: Job, events: Sequence[JobEvent]) -> list[str]:
     """Requested · seen · ended, in sentences, of the last cancel."""
     if job.cancel_requested_at is None:
         return []

@@ -749,7 +749,7 @@ class JobEventAdminMixin(Screens):
     """All that happened to all jobs, newest first."""
 
     def get_queryset(self, request: HttpRequest) -> Any:
-        return JobEvent.objects.using(database.alias()).filter(access.among(request))
+        return JobEvent.objects.using(database.alias()).filter(access.among_events(request))
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
@@ -787,12 +787,14 @@ class JobEventAdminMixin(Screens):
         """An event is shown on its job's page."""
         self.require(request)
         try:
-            event = self.get_queryset(request).filter(pk=int(object_id)).only("job_id").first()
+            event = self.get_queryset(request).filter(pk=int(object_id)).only("job_id", "event").first()
         except (ValueError, OverflowError):
             event = None
         if event is None or int(object_id) >= 2**63:
             messages.warning(request, _("There is no such event."))
             return self.go("durable_jobs_jobevent_changelist")
+        if event.job_id is None:
+            return self.go("durable_jobs_jobevent_changelist", query=urlencode({"event": event.event}))
         return self.go("durable_jobs_job_change", event.job_id)
 
 

@@ -151,7 +151,7 @@ class Migration(migrations.Migration):
                 ('traceback', models.TextField(blank=True, db_default='', default='')),
                 ('data', models.JSONField(blank=True, null=True)),
                 ('release', models.CharField(blank=True, db_default='', default='', max_length=100)),
-                ('job', models.ForeignKey(db_constraint=False, db_index=False, on_delete=django.db.models.deletion.DO_NOTHING, related_name='events', to='durable_jobs.job')),
+                ('job', models.ForeignKey(blank=True, db_constraint=False, db_index=False, null=True, on_delete=django.db.models.deletion.DO_NOTHING, related_name='events', to='durable_jobs.job')),
             ],
             options={
                 'verbose_name': 'event',

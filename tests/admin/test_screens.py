@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -12,11 +13,15 @@ from django import forms
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
 from django.test import Client
+from django.urls import reverse
 from django.utils import timezone
 
 from durable_jobs import service, store
+from durable_jobs.exceptions import TerminalError
+from durable_jobs.kinds import Done
 from durable_jobs.models import Job, JobEvent, Pause, Scope
-from durable_jobs.testing import make_job
+from durable_jobs.reconciler import Reconciler
+from durable_jobs.testing import make_job, run_slice
 from project.demo.jobs import start_import
 from project.demo.models import ImportRun
 from tests.admin.conftest import ALL, confirm, logged_in, make_user, url, words
@@ -270,6 +275,57 @@ def test_a_pause_stands_on_every_screen_until_it_is_ended(client: Client, regist
     assert not store_pauses()
     assert "ended already" in words(client.post(url("unpause", pause.pk), follow=True))
     assert LogEntry.objects.count() == 2
+
+
+def test_the_history_tells_every_pause_and_its_end(client: Client, settings: Any) -> None:
+    """Whoever set it, and however: on the history, and on the pages of the jobs that it held back."""
+    kept = make_job("pending", kind="tests.made", queue="slow")
+    other = make_job("pending", kind="tests.made", queue="other")
+    service.pause(queue="slow", reason="new <b>disks</b>", actor="cron")
+    service.pause(tenant="acme", reason="their wish", actor="cron")
+    assert service.unpause(queue="slow", actor="cron") and not service.unpause(queue="slow", actor="cron")
+    page = client.get("/admin/durable_jobs/jobevent/")
+    said = words(page).split("Scope")[-1]
+    assert said.index("Unpaused") < said.index("their wish") < said.index("new <b>disks</b>")
+    assert "new &lt;b&gt;disks&lt;/b&gt;" in page.content.decode() and "queue slow" in said and "cron" in said
+    timeline = words(client.get(url("change", kept.pk))).split("Timeline")[1].split("Limits")[0]
+    assert "queue slow. new <b>disks</b>" in timeline and "Unpaused" in timeline and "acme" not in timeline
+    assert "disks" not in words(client.get(url("change", other.pk)))
+    event = JobEvent.objects.filter(event="paused").earliest("id")
+    answer = client.get(reverse("admin:durable_jobs_jobevent_change", args=[event.pk]))
+    assert answer.status_code == 302 and answer.headers["Location"].endswith("?event=paused")
+    settings.DURABLE_JOBS = {
+        **settings.DURABLE_JOBS,
+        "ADMIN_SCOPES": lambda request: [Scope("default", "org")],
+    }
+    narrow = words(logged_in(make_user("ben", "view_job")).get("/admin/durable_jobs/jobevent/"))
+    assert "queue slow" in narrow and "their wish" not in narrow
+
+
+def test_attempts_say_for_how_long_the_worker_had_the_job(client: Client, registry: None) -> None:
+    def step(ctx: Any) -> Done:
+        time.sleep(0.05)
+        raise TerminalError("no such file")
+
+    made(step)
+    job = service.start("tests.made").job
+    run_slice(job)
+    page = words(client.get(url("change", job.pk)))
+    attempts = page.split("What went wrong, newest first")[1].split("Limits")[0]
+    assert attempts.count("TerminalError") == 1 + attempts.count("raise TerminalError") + attempts.count(
+        ".TerminalError:"
+    ), attempts
+    assert re.search(r"after \d+ (ms|s) ·", attempts)
+    lost, now = make_job("expired", kind="tests.made"), timezone.now()
+    change(
+        lost,
+        claimed_at=now - timedelta(minutes=30),
+        heartbeat_at=now - timedelta(minutes=20),
+        lease_expires_at=now - timedelta(minutes=19),
+    )
+    [orphan] = store.orphans(20.0)
+    assert Reconciler("web1")._redrive(orphan, 0.0, dead=False)
+    assert "after 10 min ·" in words(client.get(url("change", lost.pk)))
 
 
 def store_pauses() -> list[Any]:

@@ -248,7 +248,8 @@ def stored() -> dict[UUID, list[tuple[Any, ...]]]:
     found: dict[UUID, list[tuple[Any, ...]]] = {}
     for model, key in [(Job, "id"), (CancelRequest, "job_id"), (JobEvent, "job_id")]:
         values = ", ".join(value.format(field.column) for field in model._meta.concrete_fields)
-        for job_id, *row in execute(f"SELECT {key}, {values} FROM {model._meta.db_table} ORDER BY id"):
+        table = f"{model._meta.db_table} WHERE {key} IS NOT NULL"
+        for job_id, *row in execute(f"SELECT {key}, {values} FROM {table} ORDER BY id"):
             found.setdefault(UUID(str(job_id)), []).append((key, *row))
     return found
 

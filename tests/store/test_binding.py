@@ -91,6 +91,7 @@ def reads_and_records() -> Iterator[Callable[[], Any]]:
     yield lambda: store.unpause(queue="z")
     yield lambda: store.leased(queue="q")
     yield lambda: store.now()
+    yield lambda: store.now_and_pauses()
     yield lambda: store.claim(uuid7(), 0, 0, ME, 9)
     yield lambda: store._HOLDERS.run(connection, id=job_id)
     done = make("completed")
