@@ -12,7 +12,7 @@ DB ?= sqlite
 unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sqlite test-postgres test-e2e prove explore mutate soak test-tasks test-brokers test-wheel test-tutorial test-api-fuzz screenshots bench-admin bench-rest lint format wheel demo serve clean
+.PHONY: help install test test-sqlite test-postgres test-e2e prove explore mutate soak test-tasks test-brokers test-wheel test-tutorial test-api-fuzz messages screenshots bench-admin bench-rest lint format wheel demo serve clean
 
 help:  ## Explain the targets
 	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
@@ -101,6 +101,10 @@ lint: install  ## Check style, types and missing migrations (needs no network)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	env -u DATABASE_URL DJANGO_SETTINGS_MODULE=tests.settings $(PY) manage.py makemigrations --check --dry-run
+
+messages: install  ## Find the texts of the screens, and compile their translations (needs GNU gettext)
+	cd durable_jobs && $(abspath $(PY)) -P -m django makemessages --all --no-wrap --add-location=never
+	cd durable_jobs && $(abspath $(PY)) -P -m django compilemessages
 
 format: install  ## Put the code into the project's style
 	$(PY) -m ruff check --fix .

@@ -14,7 +14,8 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
 from django.db.models import Min, Q
-from django.utils.translation import gettext, gettext_noop
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_noop, ngettext, pgettext
 
 from durable_jobs import database, kinds, store
 from durable_jobs.conf import config
@@ -192,7 +193,8 @@ def troubles(
             found.append(
                 Reason(
                     "lease_expired",
-                    f"Its worker {job.lease_owner} has not renewed the lease, which ended {_ago(overdue)}.",
+                    _("Its worker %(owner)s has not renewed the lease, which ended %(ago)s.")
+                    % {"owner": job.lease_owner, "ago": _ago(overdue)},
                     _way_out_of_an_expired_lease(job, pauses, requested_at),
                 )
             )
@@ -203,8 +205,9 @@ def troubles(
         found.append(
             Reason(
                 "mirror_failing",
-                f"Its hooks have failed {job.mirror_attempts} times, so it cannot end.",
-                "Mend the hook or the project's row; it is tried again. Or settle the job without hooks.",
+                _("Its hooks have failed %(number)s times, so it cannot end.")
+                % {"number": job.mirror_attempts},
+                _("Mend the hook or the project's row; it is tried again. Or settle the job without hooks."),
             )
         )
     return found
@@ -279,12 +282,12 @@ def reasons(
         return found if told else [*found, _of_a_new_cancel(job, now, requested_at)]
     if not _is_owned(job) and job.input_text is not None and not job.is_authentic:
         # Nothing else is in the way of a job that nobody may start.
-        return [*found, Reason("input_changed", CHANGED_INPUT, "Cancel it, and start a new one.")]
+        return [*found, Reason("input_changed", _(CHANGED_INPUT), _("Cancel it, and start a new one."))]
     if job.status == Status.HELD:
-        way_out = "Release it."
+        way_out = _("Release it.")
         if job.queue_name == MANUAL_QUEUE:
-            way_out = "Its manager resumes it (JobManager.resume_job)."
-        return [*found, Reason("held", "It is held: nothing starts it by itself.", way_out)]
+            way_out = _("Its manager resumes it (JobManager.resume_job).")
+        return [*found, Reason("held", _("It is held: nothing starts it by itself."), way_out)]
     if _is_owned(job):
         return [*found, *(_pausing(pause) for pause in matching(job, pauses))]
     found += [_paused(pause) for pause in matching(job, pauses)]
@@ -298,8 +301,9 @@ def reasons(
         found.append(
             Reason(
                 "full",
-                f"{running} jobs of its kind run in its scope, and {kind.max_running} may.",
-                "Wait for one to end; one whose worker died counts until it is repaired.",
+                _("%(running)s jobs of its kind run in its scope, and %(limit)s may.")
+                % {"running": running, "limit": kind.max_running},
+                _("Wait for one to end; one whose worker died counts until it is repaired."),
             )
         )
     waiting = _of_waiting(job, kind, now)
@@ -313,9 +317,9 @@ def reasons(
 def refusal_of_cancel(job: Job) -> Reason | None:
     """Why a cancel would be refused, with the refusal's code; None when it would be taken. Pure."""
     if job.finished_at is not None:
-        return Reason("not_cancellable", f"It is {job.status} already.")
+        return Reason("not_cancellable", _("It is %(status)s already.") % {"status": _status(job)})
     if job.cancel_requested_at is not None:
-        return Reason("cancel_requested", "Its end was requested already.", "Wait for it.")
+        return Reason("cancel_requested", _("Its end was requested already."), _("Wait for it."))
     return None
 
 
@@ -331,25 +335,29 @@ def refusal_of_redrive(
     if kind is None:
         return Reason(
             "unknown_kind",
-            f"The kind {job.kind} is not known here.",
-            "Redrive it where its code is installed.",
+            _("The kind %(kind)s is not known here.") % {"kind": job.kind},
+            _("Redrive it where its code is installed."),
         )
     if restart and not kind.allow_restart:
-        return Reason("restart_not_allowed", "Its kind does not allow a run from the start.")
+        return Reason("restart_not_allowed", _("Its kind does not allow a run from the start."))
     if not _is_redrivable(job, now):
-        state = "has ended well" if job.status == Status.COMPLETED else f"is {job.status}"
-        return Reason("not_redrivable", f"It {state}: only what failed or lost its worker is run again.")
+        if job.status == Status.COMPLETED:
+            sentence = _("It has ended well: only what failed or lost its worker is run again.")
+        else:
+            said = _("It is %(status)s: only what failed or lost its worker is run again.")
+            sentence = said % {"status": _status(job)}
+        return Reason("not_redrivable", sentence)
     if job.verdict == Verdict.UNRECOVERABLE and not force:
         return Reason(
             "unrecoverable_requires_force",
-            "Running it again is expected to fail again.",
-            "Repair the cause, then force it.",
+            _("Running it again is expected to fail again."),
+            _("Repair the cause, then force it."),
         )
     if holder is not None and holder.id != job.id:
         return Reason(
             "lock_key_held",
-            f"Job {holder.id} holds its lock key {job.lock_key}.",
-            "Wait until that job has ended, or cancel it.",
+            _("Job %(id)s holds its lock key %(key)s.") % {"id": holder.id, "key": job.lock_key},
+            _("Wait until that job has ended, or cancel it."),
         )
     return None
 
@@ -357,9 +365,11 @@ def refusal_of_redrive(
 def refusal_of_settle(job: Job, now: datetime) -> Reason | None:
     """Why settling without hooks would be refused; None when it would be taken. Pure."""
     if job.finished_at is not None or not job.mirror_attempts:
-        return Reason("not_settleable", "Only a live job whose hooks keep failing is settled without them.")
+        return Reason(
+            "not_settleable", _("Only a live job whose hooks keep failing is settled without them.")
+        )
     if _is_owned(job) and not _is_expired(job, now):
-        return Reason("not_settleable", "It runs: cancel it first.")
+        return Reason("not_settleable", _("It runs: cancel it first."))
     return None
 
 
@@ -444,7 +454,7 @@ def public_message(job: Job, phase: Phase) -> str:
     """
     if phase is Phase.RUNNING and job.progress_message:
         return job.progress_message
-    return gettext(_PUBLIC[phase])
+    return _(_PUBLIC[phase])
 
 
 # --- inside ---------------------------------------------------------------------------------------------
@@ -457,16 +467,23 @@ def _is_owned(job: Job) -> bool:
 def _way_out_of_an_expired_lease(job: Job, pauses: Collection[Pause], requested_at: datetime | None) -> str:
     kind = kinds.find(job.kind)
     if job.queue_name == MANUAL_QUEUE:
-        return "No reconciler touches this queue: its owner, or a person, ends the job."
+        return _("No reconciler touches this queue: its owner, or a person, ends the job.")
     if requested_at is not None:
-        return "A cancel was requested: the reconciler of any worker ends it as cancelled by itself."
+        return _("A cancel was requested: the reconciler of any worker ends it as cancelled by itself.")
     if matching(job, pauses):
-        return "Paused work is not repaired. Unpause it; or redrive the job, which then waits for the end of the pause."
+        return _(
+            "Paused work is not repaired. Unpause it; or redrive the job, which then waits for the end of the pause."
+        )
     if kind is None:
-        return f"The kind {job.kind} is not known here: a worker that knows it repairs the job by itself."
+        said = _("The kind %(kind)s is not known here: a worker that knows it repairs the job by itself.")
+        return said % {"kind": job.kind}
     if kind.orphan_policy == "redrive":
-        return "The reconciler of any worker runs it again from its checkpoint by itself; a redrive does so at once."
-    return "The reconciler of any worker parks it, as its kind asks, for a person to decide; a redrive runs it at once."
+        return _(
+            "The reconciler of any worker runs it again from its checkpoint by itself; a redrive does so at once."
+        )
+    return _(
+        "The reconciler of any worker parks it, as its kind asks, for a person to decide; a redrive runs it at once."
+    )
 
 
 def _of_a_slow_slice(job: Job, now: datetime) -> list[Reason]:
@@ -480,17 +497,22 @@ def _of_a_slow_slice(job: Job, now: datetime) -> list[Reason]:
         return [
             Reason(
                 "slice_overdue",
-                f"Its slice has committed nothing for {span(quiet)}; after {span(longest)} it counts as hung and "
-                "its lease is renewed no more.",
-                "Look for a call without a time limit in the worker's log (slice_overdue shows the stack).",
+                _(
+                    "Its slice has committed nothing for %(quiet)s; after %(longest)s it counts as hung and its "
+                    "lease is renewed no more."
+                )
+                % {"quiet": span(quiet), "longest": span(longest)},
+                _(
+                    "Look for a call without a time limit in the worker's log (slice_overdue shows the stack)."
+                ),
             )
         ]
     if quiet > config.STALLED_AFTER:
         return [
             Reason(
                 "stalled",
-                f"It runs, but has committed nothing for {span(quiet)}.",
-                "Look at what the step waits for. Work that is slow by nature should commit more often.",
+                _("It runs, but has committed nothing for %(quiet)s.") % {"quiet": span(quiet)},
+                _("Look at what the step waits for. Work that is slow by nature should commit more often."),
             )
         ]
     return []
@@ -509,26 +531,32 @@ def _of_an_old_cancel(job: Job, now: datetime, requested_at: datetime) -> list[R
         return [
             Reason(
                 "cancel_seen",
-                f"A cancel was requested {_ago(waiting)}, and its worker knows; the step has not reached a boundary.",
-                "Wait for the step, or end its worker: the job is then cancelled by the reconciler.",
+                _(
+                    "A cancel was requested %(ago)s, and its worker knows; the step has not reached a boundary."
+                )
+                % {"ago": _ago(waiting)},
+                _("Wait for the step, or end its worker: the job is then cancelled by the reconciler."),
             )
         ]
     return [
         Reason(
             "cancel_unseen",
-            f"A cancel was requested {_ago(waiting)}, and nobody has acted on it.",
-            "It needs its own worker, or the reconciler of any live worker that knows its kind.",
+            _("A cancel was requested %(ago)s, and nobody has acted on it.") % {"ago": _ago(waiting)},
+            _("It needs its own worker, or the reconciler of any live worker that knows its kind."),
         )
     ]
 
 
 def _of_a_new_cancel(job: Job, now: datetime, requested_at: datetime) -> Reason:
-    asked = f"A cancel was requested {_ago((now - requested_at).total_seconds())}"
     if not _is_owned(job):
-        return Reason("stopping", f"{asked}; the reconciler of any worker ends the job with its next pass.")
-    if _has_seen(job, requested_at):
-        return Reason("stopping", f"{asked}; its worker has seen it and stops at the next boundary.")
-    return Reason("stopping", f"{asked}; its worker sees it with its next beat.")
+        sentence = _(
+            "A cancel was requested %(ago)s; the reconciler of any worker ends the job with its next pass."
+        )
+    elif _has_seen(job, requested_at):
+        sentence = _("A cancel was requested %(ago)s; its worker has seen it and stops at the next boundary.")
+    else:
+        sentence = _("A cancel was requested %(ago)s; its worker sees it with its next beat.")
+    return Reason("stopping", sentence % {"ago": _ago((now - requested_at).total_seconds())})
 
 
 def _has_seen(job: Job, requested_at: datetime) -> bool:
@@ -536,20 +564,31 @@ def _has_seen(job: Job, requested_at: datetime) -> bool:
 
 
 def _paused(pause: Pause) -> Reason:
-    return Reason("paused", of_pause(pause), "Unpause.")
+    return Reason("paused", of_pause(pause), _("Unpause."))
 
 
 def _pausing(pause: Pause) -> Reason:
-    return Reason("pausing", f"{of_pause(pause)} Its slice is asked to yield at the next boundary.")
+    asked = _("Its slice is asked to yield at the next boundary.")
+    return Reason("pausing", f"{of_pause(pause)} {asked}")
 
 
 def of_pause(pause: Pause) -> str:
     """The pause in a sentence: what it stops, since when, by whom, and why."""
-    parts = [("queue", pause.queue_name), ("kind", pause.kind), ("tenant", pause.tenant_id)]
-    what = ", ".join(f"{name} {value}" for name, value in parts if value) or "all work"
-    who = f" by {pause.actor}" if pause.actor else ""
-    reason = pause.reason.rstrip(".")
-    return f"Paused ({what}) since {pause.since.astimezone(UTC):%Y-%m-%d %H:%M} UTC{who}: {reason}."
+    facts = {
+        "what": what_stops(pause),
+        "since": f"{pause.since.astimezone(UTC):%Y-%m-%d %H:%M} UTC",
+        "who": pause.actor,
+        "reason": pause.reason.rstrip("."),
+    }
+    if pause.actor:
+        return _("Paused (%(what)s) since %(since)s by %(who)s: %(reason)s.") % facts
+    return _("Paused (%(what)s) since %(since)s: %(reason)s.") % facts
+
+
+def what_stops(pause: Pause) -> str:
+    """What a pause stops, in a few words."""
+    parts = [(_("queue"), pause.queue_name), (_("kind"), pause.kind), (_("tenant"), pause.tenant_id)]
+    return ", ".join(f"{name} {value}" for name, value in parts if value) or _("all work")
 
 
 def _of_workers(
@@ -561,28 +600,31 @@ def _of_workers(
 ) -> list[Reason]:
     """Whether anybody would run the job."""
     if job.queue_name == MANUAL_QUEUE:
-        return [Reason("manual", "Workers leave this queue alone; its owner runs the job by hand.")]
+        return [Reason("manual", _("Workers leave this queue alone; its owner runs the job by hand."))]
     serving = [worker for worker in workers if serves(worker, job.queue_name)]
     if not serving:
         if last_worker is None:
-            seen = "No worker is signed on."
+            seen = _("No worker is signed on.")
         else:
             silent = (now - last_worker.beat_at).total_seconds()
-            seen = f"The last worker of any queue was seen {_ago(silent)} on {last_worker.host}."
+            said = _("The last worker of any queue was seen %(ago)s on %(host)s.")
+            seen = said % {"ago": _ago(silent), "host": last_worker.host}
         return [
             Reason(
                 "no_worker",
-                f"No live worker serves the queue {job.queue_name}. {seen}",
-                f"Start one: manage.py runworker --queues {job.queue_name}",
+                _("No live worker serves the queue %(queue)s.") % {"queue": job.queue_name} + f" {seen}",
+                _("Start one: %(command)s") % {"command": f"manage.py runworker --queues {job.queue_name}"},
             )
         ]
     knowing = [worker for worker in serving if serves(worker, job.queue_name, job.kind)]
-    register = "Deploy the code that registers it, or give a renamed kind its old name among aliases."
+    register = _("Deploy the code that registers it, or give a renamed kind its old name among aliases.")
     if not knowing:
-        sentence = f"The live workers of the queue {job.queue_name} do not take the kind {job.kind}."
-        return [Reason("unknown_kind", sentence, f"Start one that does. {register}")]
+        sentence = _("The live workers of the queue %(queue)s do not take the kind %(kind)s.")
+        facts = {"queue": job.queue_name, "kind": job.kind}
+        return [Reason("unknown_kind", sentence % facts, " ".join((_("Start one that does."), register)))]
     if kind is None and not any(_lists(worker.kinds, {job.kind}, empty=False) for worker in knowing):
-        return [Reason("unknown_kind", f"The kind {job.kind} is not registered here.", register)]
+        sentence = _("The kind %(kind)s is not registered here.") % {"kind": job.kind}
+        return [Reason("unknown_kind", sentence, register)]
     return []
 
 
@@ -590,57 +632,70 @@ def _of_waiting(job: Job, kind: Kind | None, now: datetime) -> Reason:
     """What the job waits for by itself."""
     assert job.next_run_at is not None
     ahead = (job.next_run_at - now).total_seconds()
-    when = f"in {span(ahead)}" if ahead > 0 else "as soon as a worker is free"
+    when = _("in %(time)s") % {"time": span(ahead)} if ahead > 0 else _("as soon as a worker is free")
+    error = job.error_type or _("no type")
     if job.verdict is not None:
-        sentence = f"Its work has failed for good ({job.error_type or 'no type'}); ending the job, with its hooks, is tried again {when}."
-        return Reason("ending", sentence)
+        sentence = _(
+            "Its work has failed for good (%(error)s); ending the job, with its hooks, is tried again %(when)s."
+        )
+        return Reason("ending", sentence % {"error": error, "when": when})
     if job.status == Status.RUNNING:
         if not job.consecutive_failures:
-            return Reason("retrying", f"Goes on {when}; no failure is counted.", "A redrive runs it now.")
-        limit = f" of {kind.retry.failures}" if kind is not None else ""
-        sentence = f"Tries again {when}; {job.consecutive_failures}{limit} failures, the last: {job.error_type or 'no type'}."
-        return Reason("retrying", sentence, "A redrive runs it now.")
+            sentence = _("Goes on %(when)s; no failure is counted.")
+        elif kind is not None:
+            sentence = _("Tries again %(when)s; %(failures)s of %(limit)s failures, the last: %(error)s.")
+        else:
+            sentence = _("Tries again %(when)s; %(failures)s failures, the last: %(error)s.")
+        facts = {"when": when, "failures": job.consecutive_failures, "error": error}
+        facts["limit"] = kind.retry.failures if kind is not None else ""
+        return Reason("retrying", sentence % facts, _("A redrive runs it now."))
     if ahead > 0:
-        asked = "as the job asked" if job.attempts else "as scheduled"
-        return Reason("scheduled", f"Due in {span(ahead)}, {asked}.")
-    return Reason(
-        "waiting", f"Due for {span(-ahead)}; waits for a free worker of the queue {job.queue_name}."
-    )
+        sentence = (
+            _("Due in %(time)s, as the job asked.") if job.attempts else _("Due in %(time)s, as scheduled.")
+        )
+        return Reason("scheduled", sentence % {"time": span(ahead)})
+    sentence = _("Due for %(time)s; waits for a free worker of the queue %(queue)s.")
+    return Reason("waiting", sentence % {"time": span(-ahead), "queue": job.queue_name})
 
 
 def _of_failed(job: Job, kind: Kind | None, holder: Job | None) -> list[Reason]:
     found = []
+    nothing = _("no message")
     error = f"{job.error_type}: " if job.error_type else ""
-    error = f"{error}{cut(job.error_message or 'no message', MESSAGE_SHOWN)}"
+    error = f"{error}{cut(job.error_message or nothing, MESSAGE_SHOWN)}"
     unrecoverable = job.verdict == Verdict.UNRECOVERABLE
     way_out = (
-        "Repair the cause, then redrive it with force."
+        _("Repair the cause, then redrive it with force.")
         if unrecoverable
-        else "Redrive it once the cause is gone."
+        else _("Redrive it once the cause is gone.")
     )
     if job.parked_at is not None:
-        found.append(Reason("parked", f"Parked as {job.error_code}. {error}", way_out))
+        said = _("Parked as %(code)s.") % {"code": job.error_code}
+        found.append(Reason("parked", f"{said} {error}", way_out))
     elif unrecoverable:
-        sentence = f"Failed, and running it again is expected to fail again. {error}"
-        found.append(Reason("unrecoverable", sentence, way_out))
+        said = _("Failed, and running it again is expected to fail again.")
+        found.append(Reason("unrecoverable", f"{said} {error}", way_out))
     else:
         count = job.consecutive_failures
-        times = f" after {count} {'failure' if count == 1 else 'failures'}" if count else ""
-        found.append(Reason("failed", f"Failed{times}. {error}", way_out))
+        said = ngettext("Failed after %(count)s failure.", "Failed after %(count)s failures.", count)
+        said = said % {"count": count} if count else _("Failed.")
+        found.append(Reason("failed", f"{said} {error}", way_out))
     if holder is not None and holder.id != job.id:
         found.append(
             Reason(
                 "lock_held",
-                f"A redrive would be refused: job {holder.id} holds its lock key {job.lock_key}.",
-                "Wait until that job has ended, or cancel it.",
+                _("A redrive would be refused: job %(id)s holds its lock key %(key)s.")
+                % {"id": holder.id, "key": job.lock_key},
+                _("Wait until that job has ended, or cancel it."),
             )
         )
     if kind is None:
         found.append(
             Reason(
                 "unknown_kind",
-                f"The kind {job.kind} is not known here, so it cannot be redriven from here.",
-                "Redrive it where its code is installed.",
+                _("The kind %(kind)s is not known here, so it cannot be redriven from here.")
+                % {"kind": job.kind},
+                _("Redrive it where its code is installed."),
             )
         )
     return found
@@ -649,9 +704,10 @@ def _of_failed(job: Job, kind: Kind | None, holder: Job | None) -> list[Reason]:
 def _with_error(reason: Reason, event: JobEvent | None) -> Reason:
     if event is None:
         return reason
+    last = _("The last error:")
     return Reason(
         reason.code,
-        f"{reason.sentence} The last error: {event.error_type}: {cut(event.message, MESSAGE_SHOWN)}",
+        f"{reason.sentence} {last} {event.error_type}: {cut(event.message, MESSAGE_SHOWN)}",
         reason.way_out,
     )
 
@@ -670,13 +726,30 @@ def _lists(names: str, wanted: Collection[str], *, empty: bool = True) -> bool:
 
 
 def _ago(seconds: float) -> str:
-    return f"{span(seconds)} ago"
+    return _("%(time)s ago") % {"time": span(seconds)}
 
 
 def span(seconds: float) -> str:
     """A length of time in one unit, whole numbers: "45 s", "12 min", "3 h", "2 d"."""
     seconds = max(0, round(seconds))
-    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds // size} {unit}"
-    return f"{seconds} s"
+    if seconds >= 2 * 86_400:
+        return pgettext("days", "%(number)s d") % {"number": seconds // 86_400}
+    if seconds >= 2 * 3_600:
+        return pgettext("hours", "%(number)s h") % {"number": seconds // 3_600}
+    if seconds >= 120:
+        return pgettext("minutes", "%(number)s min") % {"number": seconds // 60}
+    return pgettext("seconds", "%(number)s s") % {"number": seconds}
+
+
+_STATUSES = {
+    Status.HELD: gettext_noop("held"),
+    Status.PENDING: gettext_noop("pending"),
+    Status.RUNNING: gettext_noop("running"),
+    Status.COMPLETED: gettext_noop("completed"),
+    Status.FAILED: gettext_noop("failed"),
+    Status.CANCELLED: gettext_noop("cancelled"),
+}
+
+
+def _status(job: Job) -> str:
+    return _(_STATUSES[Status(job.status)])

@@ -12,7 +12,7 @@ from django.http import HttpRequest
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from durable_jobs import kinds, service
+from durable_jobs import explain, kinds, service
 from durable_jobs.access import sees_everything
 from durable_jobs.admin import access, listing
 from durable_jobs.admin.acts import LONGEST_SPREAD, Act, Redrive
@@ -108,12 +108,7 @@ class PauseForm(forms.Form):
 
 def what_in_words(pause: Pause) -> str:
     """What a pause stops."""
-    parts = (
-        (_("queue"), pause.queue_name),
-        (_("kind"), pause.kind),
-        (_("tenant"), pause.tenant_id),
-    )
-    return ", ".join(f"{name} {plain(value)}" for name, value in parts if value) or _("all work")
+    return plain(explain.what_stops(pause))
 
 
 def pause_in_words(pause: Pause) -> str:

@@ -11,8 +11,9 @@ from django.utils import timezone
 from django.utils.formats import date_format, number_format
 from django.utils.html import format_html
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, ngettext, pgettext
+from django.utils.translation import gettext_lazy, ngettext
 
+from durable_jobs import explain
 from durable_jobs.models import Job
 
 register = template.Library()
@@ -105,14 +106,7 @@ def span(seconds: float | timedelta | None) -> str:
     total = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
     if 0 < total < 1:
         return _("%(number)s ms") % {"number": round(total * 1000)}
-    total = max(0, round(total))
-    if total >= 2 * 86_400:
-        return pgettext("days", "%(number)s d") % {"number": total // 86_400}
-    if total >= 2 * 3_600:
-        return pgettext("hours", "%(number)s h") % {"number": total // 3_600}
-    if total >= 120:
-        return pgettext("minutes", "%(number)s min") % {"number": total // 60}
-    return pgettext("seconds", "%(number)s s") % {"number": total}
+    return explain.span(total)
 
 
 @register.simple_tag
