@@ -857,6 +857,11 @@ class _Actor(NamedTuple):
     id: str | None
 
 
+def actor_text(actor: Any) -> str:
+    """Who acts, as the history tells it."""
+    return _actor(actor).text
+
+
 def _actor(actor: Any) -> _Actor:
     """Who acts, as text fixed now: "user:42 anna" for a user."""
     if isinstance(actor, str):

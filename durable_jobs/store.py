@@ -705,6 +705,9 @@ _BUMP_MIRROR = _statement("""
     UPDATE {job} SET mirror_attempts = mirror_attempts + 1
     WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.lease_epoch = :epoch
         AND c.status IN ('held', 'pending', 'running', 'failed') {skip_locked})""")
+_SET_IDEMPOTENCY_KEY = _statement("""
+    UPDATE {job} SET idempotency_key = :idempotency_key, updated_at = {now}
+    WHERE id = :id AND idempotency_key IS NULL""")
 _SET_DELIVERY = _statement("""
     UPDATE {job} SET queue_job_id = :queue_job_id
     WHERE id = :id AND continuation_seq = :seq AND redrives = :redrives AND finished_at IS NULL""")
@@ -1523,6 +1526,18 @@ def bump_mirror_attempts(job_id: UUID, epoch: int) -> bool:
     """
     connection = database.connection()
     return _BUMP_MIRROR.count(connection, id=job_id, epoch=epoch) > 0
+
+
+def set_idempotency_key(job_id: UUID, key: str) -> bool:
+    """Give a job that has no key one, in the transaction that made it; False when another job has it already."""
+    connection = database.connection()
+    try:
+        with Atomic(connection.alias, savepoint=True, durable=False):
+            return _SET_IDEMPOTENCY_KEY.count(connection, id=job_id, idempotency_key=key) > 0
+    except IntegrityError as error:
+        if "durable_jobs_idempotency" not in str(error):
+            raise
+        return False
 
 
 def set_delivery(job_id: UUID, seq: int, redrives: int, queue_job_id: str) -> bool:

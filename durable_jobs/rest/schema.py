@@ -24,7 +24,7 @@ from rest_framework import serializers
 from durable_jobs import candidates
 from durable_jobs.explain import Phase
 from durable_jobs.models import Status
-from durable_jobs.rest import paging
+from durable_jobs.rest import paging, starting
 from durable_jobs.rest import serializers as ours
 from durable_jobs.rest.filters import JobFilter
 
@@ -304,8 +304,8 @@ class StartBodies(OpenApiSerializerExtension):
     def map_serializer(self, auto_schema: Any, direction: Any) -> dict[str, Any]:
         """One shape for each kind that may be started: its name, and its input."""
         shapes = []
-        for kind in ours.startable():
-            named = ours.serializer_class(kind.input_serializer)
+        for kind in starting.startable():
+            named = starting.serializer_class(kind.input_serializer)
             if named is not None:
                 given = {**auto_schema._map_serializer(named, direction), "additionalProperties": False}
             else:
@@ -332,10 +332,11 @@ def _exactly(name: str) -> dict[str, Any]:
 
 def _form(form: Any) -> dict[str, Any]:
     fields: dict[str, forms.Field] = form.fields
+    required = [name for name, field in fields.items() if field.required]
     return {
         "type": "object",
         "properties": {name: _field(field) for name, field in fields.items()},
-        "required": [name for name, field in fields.items() if field.required],
+        **({"required": required} if required else {}),
         "additionalProperties": False,
     }
 

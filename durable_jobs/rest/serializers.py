@@ -6,20 +6,19 @@ Ids are texts, so that no client rounds them; counts are whole numbers; times ar
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, cached_property
 from typing import Any
 
-from django import forms
-from django.utils.module_loading import import_string
 from rest_framework import serializers
 
 from durable_jobs import explain, kinds, selection
 from durable_jobs.explain import Phase, Redrivable
 from durable_jobs.kinds import Kind
 from durable_jobs.models import Job, JobEvent, Status, Verdict
+from durable_jobs.rest.starting import is_startable
 from durable_jobs.selection import Look
 
 REASON_LENGTH = 2000
@@ -576,83 +575,3 @@ class RefusalSerializer(serializers.Serializer):
     detail = serializers.CharField()
     status = serializers.ChoiceField(choices=Status.values, allow_null=True)
     held_by = serializers.UUIDField(allow_null=True)
-
-
-# --- what may be started ----------------------------------------------------------------------------------
-
-
-def is_startable(kind: Kind) -> bool:
-    """Whether people may start jobs of a kind: it says what its input must be, and needs no row of the project."""
-    return (kind.input_serializer is not None or kind.input_form is not None) and kind.mirror is None
-
-
-def startable() -> list[Kind]:
-    """The kinds that may be started over HTTP."""
-    return [kind for kind in kinds.all_kinds() if is_startable(kind)]
-
-
-def checked_input(kind: Kind, given: Any, context: dict[str, Any]) -> Any:
-    """The input as the kind's serializer or form gives it; raises a ValidationError below `input`."""
-    try:
-        if kind.input_serializer is not None:
-            return _by_serializer(kind.input_serializer, given, context)
-        assert kind.input_form is not None
-        return _by_form(kind.input_form, given)
-    except serializers.ValidationError as error:
-        raise serializers.ValidationError({"input": error.detail}) from error
-
-
-def serializer_class(named: Any) -> Any:
-    """The serializer of a kind, which may have named it by its path."""
-    return import_string(named) if isinstance(named, str) else named
-
-
-def _by_serializer(named: Any, given: Any, context: dict[str, Any]) -> Any:
-    serializer = serializer_class(named)(data=given, context=context)
-    if isinstance(given, dict):
-        _refuse_unknown(given, getattr(serializer, "fields", given))
-    serializer.is_valid(raise_exception=True)
-    validated = serializer.validated_data
-    return dict(validated) if isinstance(validated, dict) else validated
-
-
-def _by_form(form_class: type[forms.BaseForm], given: Any) -> dict[str, Any]:
-    if given is None:
-        given = {}
-    if not isinstance(given, dict):
-        raise serializers.ValidationError(["Give an object."])
-    form = form_class(data=given)
-    _refuse_unknown(given, form.fields)
-    wrong = {
-        name: ["This has the wrong type."]
-        for name, value in given.items()
-        if not _fits(form.fields[name], value)
-    }
-    if wrong:
-        raise serializers.ValidationError(wrong)
-    if not form.is_valid():
-        raise serializers.ValidationError(
-            {name: [str(message) for message in messages] for name, messages in form.errors.items()}
-        )
-    return kinds.input_of(form)
-
-
-def _refuse_unknown(given: dict[str, Any], known: Collection[str]) -> None:
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise serializers.ValidationError({name: ["There is no such field."] for name in unknown})
-
-
-def _fits(field: forms.Field, value: Any) -> bool:
-    """Forms make a text of whatever they are given; JSON has types, which say what was meant."""
-    if value is None:
-        return not field.required
-    if isinstance(field, forms.BooleanField):
-        return isinstance(value, bool)
-    if isinstance(field, forms.MultipleChoiceField | forms.ModelMultipleChoiceField):
-        return isinstance(value, list) and all(isinstance(one, str | int) for one in value)
-    if isinstance(field, forms.IntegerField):
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(field, forms.ChoiceField | forms.ModelChoiceField):
-        return isinstance(value, str | int) and not isinstance(value, bool)
-    return isinstance(value, str)

@@ -45,7 +45,7 @@ from durable_jobs.exceptions import (
 from durable_jobs.explain import Phase
 from durable_jobs.models import Job, JobEvent, Pause, Scope, Status
 from durable_jobs.receipts import ExecutionContext
-from durable_jobs.rest import filters, paging
+from durable_jobs.rest import filters, paging, starting
 from durable_jobs.rest.filters import JobFilter
 from durable_jobs.rest.paging import Place, Reading
 from durable_jobs.rest.parsers import JSONParser
@@ -76,8 +76,6 @@ from durable_jobs.rest.serializers import (
     StartBody,
     UnpauseBody,
     WorkerSerializer,
-    checked_input,
-    is_startable,
     listed,
 )
 from durable_jobs.selection import LARGE_COLUMNS, Look
@@ -250,12 +248,12 @@ class JobViewSet(JobsViewSet):
         key = _idempotency_key(request)
         body = self.body(StartBody)
         kind = kinds.find(body["kind"])
-        if kind is None or not is_startable(kind):
+        if kind is None or not starting.is_startable(kind):
             raise serializers.ValidationError({"kind": ["No kind of this name can be started here."]})
         _require_permissions(request, kind)
-        input = checked_input(kind, body.get("input"), {"request": request, "view": self})
-        started = service.start(
-            type(kind), input, scope=self.own_scope(), idempotency_key=key, created_by=request.user
+        context = {"request": request, "view": self}
+        started = starting.start(
+            kind, body.get("input"), key=key, scope=self.own_scope(), user=request.user, context=context
         )
         (seen,) = Seen.all([started.job], Look.take())
         response = Response(

@@ -43,6 +43,7 @@ EVENTS = {
     "parked": gettext_lazy("Parked"),
     "paused": gettext_lazy("Paused"),
     "unpaused": gettext_lazy("Unpaused"),
+    "started": gettext_lazy("Started"),
     "redriven": gettext_lazy("Redriven"),
     "row_gone": gettext_lazy("The project’s row was gone"),
     "settled_without_hooks": gettext_lazy("Settled without hooks"),

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from django import forms
+from django.contrib.auth.models import Group
+from django.core.exceptions import ValidationError
 from rest_framework import serializers
 
-from durable_jobs.kinds import Done, Kind, register
+from durable_jobs import service
+from durable_jobs.kinds import Done, Kind, StatusMirror, register
 
 
 class EchoInput(serializers.Serializer):
@@ -53,6 +56,38 @@ class Letter(Kind):
         return Done({"printed": ctx.input["copies"]})
 
 
+class ParcelForm(forms.Form):
+    """Makes a row of its own, whose key is in the job's input, and a lock."""
+
+    weight = forms.IntegerField(min_value=1, max_value=30)
+    street = forms.CharField(max_length=80, required=False)
+
+    def start(self, *, created_by: Any, scope: Any) -> Any:
+        if self.cleaned_data["weight"] == 13:
+            raise ValidationError("Nobody carries thirteen.")
+        group = Group.objects.create(name=f"parcel {Group.objects.count()}")
+        return service.start(
+            "rest.parcel",
+            {"group": group.pk},
+            subject=group,
+            lock_key=self.cleaned_data["street"] or None,
+            created_by=created_by,
+            scope=scope,
+        )
+
+
+@register
+class Parcel(Kind):
+    name = "rest.parcel"
+    input_form = ParcelForm
+    mirror = StatusMirror(
+        "auth.Group", field="name", open=("x",), redriven="x", completed="x", failed="x", cancelled="x"
+    )
+
+    def step(self, ctx: Any) -> Done:
+        return Done()
+
+
 @register
 class Guarded(Kind):
     name = "rest.guarded"
@@ -72,4 +107,4 @@ class Internal(Kind):
         return Done()
 
 
-KINDS = (Echo, Letter, Guarded, Internal)
+KINDS = (Echo, Letter, Parcel, Guarded, Internal)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from django.contrib.auth.models import User
+from django.contrib.auth.models import Group, User
 
 from durable_jobs import service, store
 from durable_jobs.models import Job, Scope
@@ -62,6 +62,60 @@ class TestOnce:
     def test_without_a_key_each_request_starts_a_job(self, operator: Any) -> None:
         assert {post(operator, ECHO).status_code for _ in range(2)} == {201}
         assert Job.objects.count() == 2
+
+
+@pytest.mark.django_db
+class TestByTheKindsOwnForm:
+    """A form with a method `start` makes its own row, job and keys."""
+
+    PARCEL: ClassVar = {"kind": "rest.parcel", "input": {"weight": 2, "street": "Here"}}
+
+    def test_it_starts_the_job_with_its_row(self, operator: Any) -> None:
+        answer = post(operator, self.PARCEL)
+        assert answer.status_code == 201
+        job = Job.objects.get(pk=answer.json()["id"])
+        assert (job.subject, job.created_by_id, job.lock_key) == (
+            Group.objects.get(),
+            operator.user.pk,
+            "Here",
+        )
+        [event] = job.events.all()
+        assert (event.event, event.actor) == ("started", f"user:{operator.user.pk} {operator.user}")
+
+    def test_first_201_then_200_then_409(self, operator: Any) -> None:
+        first = post(operator, self.PARCEL, "k1")
+        again = post(operator, self.PARCEL, "k1")
+        assert (first.status_code, again.status_code) == (201, 200)
+        assert first.json()["id"] == again.json()["id"]
+        other = post(operator, {**self.PARCEL, "input": {"weight": 3}}, "k1")
+        assert (other.status_code, other.json()["code"]) == (409, "E_JOB_IDEMPOTENCY_CONFLICT")
+        assert Job.objects.count() == Group.objects.count() == 1
+
+    def test_a_refusal_leaves_no_row(self, operator: Any) -> None:
+        holder = post(operator, self.PARCEL, "k1").json()["id"]
+        refused = post(operator, self.PARCEL, "k2")
+        assert (refused.status_code, refused.json()["code"]) == (409, "lock_key_held")
+        assert refused.json()["held_by"] == holder
+        said = post(operator, {**self.PARCEL, "input": {"weight": 13}})
+        assert (said.status_code, said.json()) == (400, {"input": ["Nobody carries thirteen."]})
+        wrong = post(operator, {**self.PARCEL, "input": {"weight": 31}})
+        assert (wrong.status_code, list(wrong.json()["input"])) == (400, ["weight"])
+        assert Job.objects.count() == Group.objects.count() == 1
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("street", ["", "Here"])
+def test_the_same_form_at_the_same_time_makes_one_job_and_one_row(
+    other_connections: Callable[[], OtherConnection], street: str
+) -> None:
+    """C047: whether they meet at the key, or at the lock of the job."""
+    body = {"kind": "rest.parcel", "input": {"weight": 2, "street": street}}
+    who = user("anna", *OPERATOR)
+    clients = [client(who) for _ in range(3)]
+    begun = [other_connections().begin(post, one, body, "k1") for one in clients]
+    answers = [future.result(30) for future in begun]
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 201]
+    assert Job.objects.count() == Group.objects.count() == 1
 
 
 @pytest.mark.django_db(transaction=True)

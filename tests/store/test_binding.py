@@ -89,6 +89,7 @@ def reads_and_records() -> Iterator[Callable[[], Any]]:
     yield lambda: store.forget_workers(60)
     yield lambda: store.pause(queue="z", reason="r", actor="a")
     yield lambda: store.unpause(queue="z")
+    yield lambda: store.set_idempotency_key(job_id, "key")
     yield lambda: store.leased(queue="q")
     yield lambda: store.now()
     yield lambda: store.now_and_pauses()

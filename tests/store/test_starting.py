@@ -13,7 +13,7 @@ from durable_jobs import store
 from durable_jobs.jsontext import encode, sha256
 from durable_jobs.models import Job, Scope, uuid7
 from durable_jobs.store import NewJob
-from tests.store.rows import ago, ahead, as_columns, execute, image, make, user
+from tests.store.rows import ago, ahead, as_columns, execute, image, make, stored, user
 
 pytestmark = pytest.mark.django_db
 
@@ -195,3 +195,17 @@ def test_many_may_be_none_or_very_many() -> None:
     assert store.insert_many([]) == {}
     rows = [new(idempotency_key=f"{number:05}") for number in range(1200)]
     assert store.insert_many(rows).keys() == {row.id for row in rows}
+
+
+def test_a_job_without_a_key_is_given_one_once() -> None:
+    first, second = new(lock_key="a"), new(lock_key="b")
+    for one in (first, second):
+        assert store.insert(one) is not None
+    before = stored()
+    assert not store.set_idempotency_key(uuid7(), "key")
+    assert store.set_idempotency_key(first.id, "key")
+    assert not store.set_idempotency_key(first.id, "another"), "it has one"
+    assert not store.set_idempotency_key(second.id, "key"), "another job has it"
+    job = store.get(first.id)
+    assert job is not None and (job.idempotency_key, job.status) == ("key", "pending")
+    assert stored()[second.id] == before[second.id]
