@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -44,7 +44,7 @@ from durable_jobs.exceptions import (
 )
 from durable_jobs.kinds import QUEUE_NAME, RESERVED_QUEUE, Kind
 from durable_jobs.logs import log
-from durable_jobs.models import TERMINAL, Job, Scope, Status, Verdict, uuid7
+from durable_jobs.models import TERMINAL, Job, JobEvent, Scope, Status, Verdict, uuid7
 from durable_jobs.store import NewJob
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "running_under",
     "settle_without_hooks",
     "start",
+    "start_by",
     "start_many",
     "unpause",
 ]
@@ -149,6 +150,63 @@ def start(
         meta=meta,
     )
     return _start(ready)
+
+
+def start_by(
+    begin: Callable[[], Started | Job],
+    *,
+    kind: str | type[Kind],
+    request: Any,
+    scope: Scope | None = None,
+    idempotency_key: str | None = None,
+    created_by: Any = None,
+) -> Started:
+    """Start by a function that makes the project's own row and the job of this kind, together or not at all.
+
+    The key is written on the job in the same transaction. The job's input names the row, so it cannot tell a
+    repeated request from another one: `request`, JSON as an input is, is what must be the same, and the history
+    keeps its hash. A repeated request gives the same job, also when both come at once; the row of the second is
+    rolled back.
+
+    Raises `UnknownKind`, `InvalidInput`, `IdempotencyConflict`, and what `begin` raises.
+    """
+    known, wanted, who = kinds.get(kind), _scope_of_one(scope), _actor(created_by)
+    key = _key("idempotency_key", idempotency_key)
+    asked = jsontext.encode(request, field="request", limit=config.MAX_INPUT_BYTES)
+    facts = {"request_sha256": jsontext.sha256(asked)}
+    earlier = _begun(known, key, wanted, facts)
+    if earlier is not None:
+        return earlier
+    try:
+        with database.joined(database.alias()):
+            answer = begin()
+            started = answer if isinstance(answer, Started) else Started(answer, True)
+            if started.created:
+                has_own = started.job.idempotency_key is not None
+                if key is not None and not has_own and not store.set_idempotency_key(started.job.id, key):
+                    raise IdempotencyConflict(key)
+                store.add_event(started.job, "started", actor=who.text, actor_id=who.id, data=facts)
+            return started
+    except DurableJobsError:
+        # The same request, sent twice at once, may have met itself: at its key, or at its job's lock.
+        earlier = _begun(known, key, wanted, facts)
+        if earlier is None:
+            raise
+        return earlier
+
+
+def _begun(kind: Kind, key: str | None, scope: Scope, facts: dict[str, Any]) -> Started | None:
+    """The job that this request has started before."""
+    if key is None:
+        return None
+    found = (store.by_idempotency_key(name, key, scope) for name in (kind.name, *kind.aliases))
+    job = next((job for job in found if job is not None), None)
+    if job is None:
+        return None
+    told = JobEvent.objects.using(database.alias()).filter(job_id=job.id, event="started").order_by("id")
+    if told.values_list("data", flat=True).first() != facts:
+        raise IdempotencyConflict(key, job.id)
+    return Started(job, False)
 
 
 def start_many(rows: Iterable[Mapping[str, Any]]) -> list[Started | DurableJobsError]:
@@ -631,9 +689,7 @@ def _prepare(
     meta: Any = None,
 ) -> _Ready:
     known = kinds.get(kind)
-    owner = _scope(scope)
-    if owner is None:
-        raise InvalidInput("scope", scope, "is not the scope of one job", "Pass Scope(tenant, organization).")
+    owner = _scope_of_one(scope)
     text = jsontext.encode(input, field="input", limit=config.MAX_INPUT_BYTES)
     subject_type, subject_id = _subject(known, subject)
     run_at, delay = _moment(run_after)
@@ -723,6 +779,13 @@ def _scope(scope: object) -> Scope | None:
     if organization is not None:
         organization = _text("scope.organization", organization, SCOPE_LENGTH, way_out)
     return Scope(tenant, organization)
+
+
+def _scope_of_one(scope: object) -> Scope:
+    said = _scope(scope)
+    if said is None:
+        raise InvalidInput("scope", scope, "is not the scope of one job", "Pass Scope(tenant, organization).")
+    return said
 
 
 def _subject(kind: Kind, subject: object) -> tuple[str | None, str | None]:
@@ -855,11 +918,6 @@ class _Actor(NamedTuple):
     text: str
     user_id: Any
     id: str | None
-
-
-def actor_text(actor: Any) -> str:
-    """Who acts, as the history tells it."""
-    return _actor(actor).text
 
 
 def _actor(actor: Any) -> _Actor:

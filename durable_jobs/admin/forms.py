@@ -165,8 +165,15 @@ def start(request: HttpRequest, kind: Kind, form: Any, scope: ScopeChoice) -> St
     """
     own = getattr(form, "start", None)
     if callable(own):
-        answer = own(created_by=request.user, scope=scope.chosen)
-        return answer if isinstance(answer, Started) else Started(answer, True)
+        asked = {name: str(value) for name, value in kinds.input_of(form).items()}
+        return service.start_by(
+            lambda: own(created_by=request.user, scope=scope.chosen),
+            kind=type(kind),
+            request=asked,
+            scope=scope.chosen,
+            idempotency_key=scope.once_key,
+            created_by=request.user,
+        )
     return service.start(
         type(kind),
         kinds.input_of(form),

@@ -10,11 +10,9 @@ from django.core.exceptions import ValidationError
 from django.utils.module_loading import import_string
 from rest_framework import serializers
 
-from durable_jobs import database, jsontext, kinds, service, store
-from durable_jobs.conf import config
-from durable_jobs.exceptions import DurableJobsError, IdempotencyConflict
+from durable_jobs import kinds, service
 from durable_jobs.kinds import Kind
-from durable_jobs.models import Job, JobEvent, Scope
+from durable_jobs.models import Scope
 from durable_jobs.service import Started
 
 
@@ -47,55 +45,20 @@ def start(
         else:
             form = _form_of(kind, given)
             if _starts_by_its_form(kind):
-                return _by_its_form(kind, form, key, scope, user)
+                return service.start_by(
+                    lambda: form.start(created_by=user, scope=scope),
+                    kind=type(kind),
+                    request=kinds.input_of(form),
+                    scope=scope,
+                    idempotency_key=key,
+                    created_by=user,
+                )
             input = kinds.input_of(form)
     except serializers.ValidationError as error:
         raise serializers.ValidationError({"input": error.detail}) from error
-    return service.start(type(kind), input, scope=scope, idempotency_key=key, created_by=user)
-
-
-class _KeyIsTaken(Exception):
-    """Somebody else has started a job under the key meanwhile: what was begun here is rolled back."""
-
-
-def _by_its_form(kind: Kind, form: Any, key: str | None, scope: Scope, user: Any) -> Started:
-    """The form makes its own row and job. The key is written on the job afterwards, in the same transaction.
-
-    The job's input names that row, so it cannot tell a repeated request from another one: the request's own hash
-    is kept in the history.
-    """
-    asked = jsontext.encode(kinds.input_of(form), field="input", limit=config.MAX_INPUT_BYTES)
-    facts = {"request_sha256": jsontext.sha256(asked)}
-    if key is not None and (earlier := _under(kind, key, scope)) is not None:
-        return _repeated(earlier, key, facts)
-    try:
-        with database.joined(database.alias()):
-            answer = form.start(created_by=user, scope=scope)
-            started = answer if isinstance(answer, Started) else Started(answer, True)
-            if started.created:
-                if key is not None and not store.set_idempotency_key(started.job.id, key):
-                    raise _KeyIsTaken
-                store.add_event(started.job, "started", actor=service.actor_text(user), data=facts)
-            return started
     except ValidationError as error:
-        raise serializers.ValidationError([str(message) for message in error.messages]) from error
-    except (DurableJobsError, _KeyIsTaken):
-        # The same request, sent twice at once, may have met itself: at its key, or at its job's lock.
-        if key is None or (earlier := _under(kind, key, scope)) is None:
-            raise
-        return _repeated(earlier, key, facts)
-
-
-def _under(kind: Kind, key: str, scope: Scope) -> Job | None:
-    found = (store.by_idempotency_key(name, key, scope) for name in (kind.name, *kind.aliases))
-    return next((job for job in found if job is not None), None)
-
-
-def _repeated(earlier: Job, key: str, facts: dict[str, Any]) -> Started:
-    told = JobEvent.objects.using(database.alias()).filter(job_id=earlier.id, event="started").order_by("id")
-    if told.values_list("data", flat=True).first() != facts:
-        raise IdempotencyConflict(key, earlier.id)
-    return Started(earlier, False)
+        raise serializers.ValidationError({"input": [str(told) for told in error.messages]}) from error
+    return service.start(type(kind), input, scope=scope, idempotency_key=key, created_by=user)
 
 
 def serializer_class(named: Any) -> Any:

@@ -441,8 +441,11 @@ def test_the_demo_starts_an_import_and_refuses_a_second(client: Client) -> None:
     assert once
     said = {"limit": "5", "job-scope": "default", "job-once": once[1]}
     assert "The job was started." in words(client.post(url("start_kind", "demo.airports"), said, follow=True))
-    assert "is held by job" in words(client.post(url("start_kind", "demo.airports"), said, follow=True))
-    assert Job.objects.count() == 1
+    twice = words(client.post(url("start_kind", "demo.airports"), said, follow=True))
+    assert "started before with the same key" in twice, "a second click"
+    other = {**said, "job-once": "another"}
+    assert "is held by job" in words(client.post(url("start_kind", "demo.airports"), other, follow=True))
+    assert Job.objects.count() == ImportRun.objects.count() == 1
 
 
 def test_the_subjects_own_page_shows_its_jobs() -> None:
