@@ -11,7 +11,7 @@ from django.utils import timezone
 
 from durable_jobs import service, store
 from durable_jobs.jsontext import sha256
-from durable_jobs.models import Job, JobEvent, WorkerProcess, uuid7
+from durable_jobs.models import Job, JobEvent, Pause, WorkerProcess, uuid7
 from project.demo.jobs import start_import
 from project.demo.models import ImportRun
 from tests.admin.conftest import url
@@ -134,4 +134,19 @@ def build(anna: User) -> dict[str, str]:
         "history": "/admin/durable_jobs/jobevent/",
         "subject": f"/admin/demo/importrun/{run.pk}/change/",
         "app": "/admin/durable_jobs/",
+    }
+
+
+def others() -> dict[str, str]:
+    """The pages besides: those that are Django's own lists, and those that show little."""
+    failed = Job.objects.filter(status="failed").latest("id")
+    return {
+        "unpause": url("unpause", Pause.objects.get().pk),
+        "pauses": "/admin/durable_jobs/pause/",
+        "workers": "/admin/durable_jobs/workerprocess/",
+        "job-history": url("history", failed.pk),
+        "pauses in the history": "/admin/durable_jobs/jobevent/?event=paused",
+        "nothing found": f"{url('changelist')}?q=nothing-like-it",
+        "wrong filter": f"{url('changelist')}?created_from=yesterday",
+        "a refused act": url("act", failed.pk, "cancel"),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from uuid import uuid4
 
 from django import forms
 from django.contrib.auth.models import Group
@@ -65,7 +66,7 @@ class ParcelForm(forms.Form):
     def start(self, *, created_by: Any, scope: Any) -> Any:
         if self.cleaned_data["weight"] == 13:
             raise ValidationError("Nobody carries thirteen.")
-        group = Group.objects.create(name=f"parcel {Group.objects.count()}")
+        group = Group.objects.create(name=f"parcel {uuid4()}")
         return service.start(
             "rest.parcel",
             {"group": group.pk},
