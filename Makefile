@@ -57,6 +57,7 @@ ifneq ($(filter postgres% pgsql% psql%,$(DATABASE_URL)),)
 else
 	DURABLE_JOBS_PROVE=1 $(PY) -m tests.postgres run -- $(PY) -m pytest tests/operate tests/model $(ARGS)
 endif
+	DURABLE_JOBS_PROVE=1 $(PY) -m tests.postgres run -- $(PY) -m pytest tests/brokers/test_losses.py -k away $(ARGS)
 
 explore: export DURABLE_JOBS_EXPLORE = 1
 explore: install  ## Play every order of the statements of two and three actors (DURABLE_JOBS_EXPLORE_MOST=20: so many of each scene)

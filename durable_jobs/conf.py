@@ -91,12 +91,14 @@ def text(longest: int, *, blank: bool = False) -> Rule:
     return rule
 
 
-def one_of(*choices: str) -> Rule:
-    """Allow these texts."""
+def one_of_or_path(*choices: str) -> Rule:
+    """Allow these texts, and the dotted path of a class."""
 
     def rule(value: Any) -> str | None:
-        fits = isinstance(value, str) and value in choices
-        return None if fits else "one of " + ", ".join(repr(choice) for choice in choices)
+        parts = value.split(".") if isinstance(value, str) else ()
+        if value in choices or (len(parts) > 1 and all(part.isidentifier() for part in parts)):
+            return None
+        return "one of " + ", ".join(repr(choice) for choice in choices) + ", or the dotted path of a class"
 
     return rule
 
@@ -148,7 +150,7 @@ class Config:
     """The settings, each read from `settings.DURABLE_JOBS` at every access."""
 
     TRANSPORT = Setting(
-        "database", one_of("database", "celery", "memory"), "What tells workers that a job is due."
+        "database", one_of_or_path("database", "celery", "memory"), "What tells workers that a job is due."
     )
     DEFAULT_TENANT = Setting("default", text(64), "The tenant of calls that name no scope.")
     GRACE = Setting(

@@ -16,7 +16,7 @@ def given(**values):
 
 
 RIGHT = {
-    "TRANSPORT": ["database", "celery", "memory"],
+    "TRANSPORT": ["database", "celery", "memory", "shop.queue.Transport"],
     "DEFAULT_TENANT": ["acme", "x" * 64, "größe"],
     "GRACE": [0.2, 1, 3600],
     "TICK": [0, 0.1, 3600],
@@ -56,7 +56,7 @@ NO_NUMBERS = [
 ]
 NO_TEXTS = [None, 1, True, b"x", "", "  ", "a\0b"]
 WRONG = {
-    "TRANSPORT": [*NO_TEXTS, "Database", "redis", ["database"]],
+    "TRANSPORT": [*NO_TEXTS, "Database", "redis", "shop.", "a b.c", ["database"]],
     "DEFAULT_TENANT": [*NO_TEXTS, "x" * 65],
     "GRACE": [*NO_NUMBERS, 0, 0.1, 3601],
     "TICK": [*NO_NUMBERS, -0.1, 3601],

@@ -217,6 +217,17 @@ def test_it_is_refused_where_debug_is_off(settings: Any) -> None:
     assert isinstance(transports.current(), MemoryTransport)
 
 
+def test_a_transport_of_ones_own_is_named_by_its_path(settings: Any) -> None:
+    settings.DURABLE_JOBS = {"TRANSPORT": "tests.test_transports.TestMemory"}
+    with pytest.raises(ImproperlyConfigured, match="is no durable_jobs"):
+        transports.current()
+    settings.DURABLE_JOBS = {"TRANSPORT": "durable_jobs.transports.memory.MemoryTransport"}
+    with pytest.raises(ImproperlyConfigured, match="DEBUG is off"):
+        transports.current()
+    settings.DEBUG = True
+    assert isinstance(transports.current(), MemoryTransport)
+
+
 # --- what the reconciler announces
 
 

@@ -21,7 +21,6 @@ PATHS: Final = {
     "celery": "durable_jobs.transports.celery.CeleryTransport",
     "memory": "durable_jobs.transports.memory.MemoryTransport",
 }
-ONLY_WITH_DEBUG: Final = frozenset({"memory"})
 
 _made: dict[str, BaseTransport] = {}
 _used: list[BaseTransport] = []
@@ -33,21 +32,31 @@ def current() -> BaseTransport:
     if _used:
         return _used[-1]
     name = config.TRANSPORT
-    if name in ONLY_WITH_DEBUG and not settings.DEBUG:
+    with _guard:
+        if name not in _made:
+            _made[name] = _make(name)
+        transport = _made[name]
+    if transport.only_with_debug and not settings.DEBUG:
         raise ImproperlyConfigured(
             f"DURABLE_JOBS['TRANSPORT'] is {name!r} and DEBUG is off: its messages are lost with the process. "
             "Use 'database', or 'celery' with a broker."
         )
-    with _guard:
-        if name not in _made:
-            try:
-                _made[name] = import_string(PATHS[name])()
-            except (KeyError, ImportError) as error:
-                known = ", ".join(PATHS)
-                raise ImproperlyConfigured(
-                    f"DURABLE_JOBS['TRANSPORT'] is {name!r} and cannot be loaded: {error}. Known: {known}."
-                ) from error
-        return _made[name]
+    return transport
+
+
+def _make(name: str) -> BaseTransport:
+    try:
+        made = import_string(PATHS.get(name, name))()
+    except ImportError as error:
+        known = ", ".join(PATHS)
+        raise ImproperlyConfigured(
+            f"DURABLE_JOBS['TRANSPORT'] is {name!r} and cannot be loaded: {error}. Known: {known}."
+        ) from error
+    if not isinstance(made, BaseTransport):
+        raise ImproperlyConfigured(
+            f"DURABLE_JOBS['TRANSPORT'] is {name!r}, which is no durable_jobs.transports.BaseTransport."
+        )
+    return made
 
 
 @contextmanager

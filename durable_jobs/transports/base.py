@@ -78,6 +78,9 @@ class BaseTransport(abc.ABC):
     loses_messages: bool
     """A published message can vanish, so the reconciler looks after waiting rows."""
 
+    only_with_debug = False
+    """It is for tests: refused as the project's transport where DEBUG is off."""
+
     @abc.abstractmethod
     def publish(self, job: Job) -> None:
         """Announce the row's current delivery, to be run at `next_run_at`: a rolled-back one is never announced.

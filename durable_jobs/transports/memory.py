@@ -78,6 +78,7 @@ class MemoryTransport(BrokerTransport):
     """
 
     name = "memory"
+    only_with_debug = True
 
     def __init__(self, faults: Faults | None = None, *, threads: int = 4) -> None:
         self.faults = faults or Faults()
