@@ -16,6 +16,8 @@ ALL: Final = os.environ.get("DURABLE_JOBS_EXPLORE") == "1"
 """Every schedule (`make explore`), not a few of each scene (`make test`)."""
 MOST: Final = int(os.environ.get("DURABLE_JOBS_EXPLORE_MOST", 0)) or None
 """With it at most so many schedules of a scene."""
+ENOUGH: Final = 5
+"""Broken scenes after which no more are played."""
 REPLAY: Final = os.environ.get("DURABLE_JOBS_SCHEDULE", "")
 """One schedule to be played again, as a failure has named it: `a slice and a cancel: 0 1 1 0`."""
 
@@ -130,7 +132,7 @@ def some_schedules(stage: Stage, scene: Scene, most: int) -> Iterator[Run]:
 
 
 def explore(stage: Stage, scenes: Sequence[Scene], what: str, few: int) -> Tally:
-    """Play the scenes: all schedules, or `few` of each; raises the first that broke, and how many scenes did."""
+    """Play the scenes: all schedules, or `few` of each; raises what broke."""
     tally, begun, broken = Tally(what), time.monotonic(), []
     tallies.append(tally)
     for scene in scenes:
@@ -144,10 +146,12 @@ def explore(stage: Stage, scenes: Sequence[Scene], what: str, few: int) -> Tally
                 tally.add(run)
         except Broken as error:
             broken.append(error)
+            if len(broken) == ENOUGH:
+                break
     tally.seconds = time.monotonic() - begun
     if broken:
         raise AssertionError(
-            f"{len(broken)} of {len(scenes)} scenes broke.\n\n" + "\n\n".join(map(str, broken[:5]))
+            f"{len(broken)} of {tally.scenes} scenes broke.\n\n" + "\n\n".join(map(str, broken))
         ) from broken[0]
     return tally
 

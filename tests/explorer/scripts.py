@@ -218,7 +218,7 @@ def starts_once(world: World) -> Any:
 def beats(world: World, owner: str = ME) -> Any:
     row = world.rows["job"]
     lease = Lease(row["id"], owner, row["lease_epoch"], 60.0)
-    return [lambda: str(store.beat_many(owner, [lease])[row["id"]].mine)]
+    return [lambda: str(store.beat_many(owner, [lease])[row["id"]].renewed)]
 
 
 def gives_back(world: World, owner: str = ME) -> Any:
@@ -274,6 +274,20 @@ def one_made(left: Left, run: Run) -> None:
     assert [answer[0] for answer in run.answers].count("True") == 1 and len(left.new) == 1
 
 
+def renewed_is_kept(left: Left, run: Run) -> None:
+    """A lease that its owner has renewed meanwhile is no orphan any more: a commit renews it, and a beat."""
+    taken = left.rows["job"]["redrives_since_commit"] > 0 or left.rows["job"]["parked_at"]
+    assert not (taken and (left.rows["job"]["checkpoint"] == "1" or run.answers[0] == ["True"])), (
+        "taken while alive"
+    )
+
+
+def asked_is_ended(left: Left, run: Run) -> None:
+    """A repair does not send a job that was asked to end into another round."""
+    job = left.rows["job"]
+    assert job["status"] != "pending" or not job["requested"], "goes on though it was asked to end"
+
+
 WORK: Final = {works, claims_and_works}
 TAKE: Final = {repairs, reaps, redrives, a_view_redrives}
 """Who ends a job that was claimed, and who may take one from its owner."""
@@ -287,8 +301,10 @@ SCRIPTS: Final = (
     Script("a slice that fails and a cancel", {"job": RUNNING}, (works, cancels), "explorer.fails"),
     Script("a slice that fails and a redrive", {"job": RUNNING}, (works, redrives), "explorer.fails"),
     Script("a slice and its keeper", {"job": RUNNING}, (works, beats)),
-    Script("a late slice and a reconciler", {"job": EXPIRED}, (works, repairs)),
-    Script("a late slice and a reconciler that parks", {"job": EXPIRED}, (works, repairs), "explorer.parks"),
+    Script("a late slice and a reconciler", {"job": EXPIRED}, (works, repairs), check=renewed_is_kept),
+    Script("a late slice and a reconciler that parks", {"job": EXPIRED}, (works, repairs), "explorer.parks",
+           check=renewed_is_kept),
+    Script("a late beat and a reconciler", {"job": EXPIRED}, (beats, repairs), check=renewed_is_kept),
     Script("a late slice and a redrive", {"job": EXPIRED}, (works, redrives)),
     Script("a late slice and its keeper's beat and a reaper", {"job": EXPIRED}, (beats, reaps, claims)),
     Script("a late slice, a redrive and a rival", {"job": EXPIRED}, (works, redrives, claims)),
@@ -300,7 +316,7 @@ SCRIPTS: Final = (
     Script("two reconcilers", {"job": EXPIRED}, (repairs, repairs)),
     Script("two reconcilers that park", {"job": EXPIRED}, (repairs, repairs), "explorer.parks"),
     Script("two reconcilers that cancel", {"job": State("expired", request="mail")}, (repairs, repairs)),
-    Script("a reconciler and a cancel", {"job": EXPIRED}, (repairs, cancels)),
+    Script("a reconciler and a cancel", {"job": EXPIRED}, (repairs, cancels), check=asked_is_ended),
     Script("a reconciler and a redrive", {"job": EXPIRED}, (repairs, redrives)),
     Script("a reconciler and a pause", {"job": EXPIRED}, (repairs, pauses)),
     Script("a reconciler, a cancel that waits and a claim", {"job": State("retry", request="row")}, (repairs, claims)),
