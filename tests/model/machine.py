@@ -36,7 +36,7 @@ A_MOMENT: Final = 0.005
 
 ACTS: Final = tuple(
     f"{10 * 'work '}start start start cancel cancel redrive redrive release settle pause weather beat beat deliver"
-    " claim_and_lose_the_answer freeze open_fence open_fence close_fence close_fence kill tick tick tick repair_dead"
+    " claim_and_lose_the_answer freeze freeze open_fence open_fence close_fence close_fence kill tick tick tick repair_dead"
     " wait wait wait".split()
 )
 """What may happen next, the likely things more than once. All in one rule: Hypothesis leaves out half of the rules
@@ -344,7 +344,8 @@ class Machine(RuleBasedStateMachine):
         """A broker's message: it may come early, twice, or late."""
         if not self.idle:
             return False
-        hand, row = choose(self.idle, one), self.row(two)
+        due = [row for row in self.chart.rows if row.due is not None]
+        hand, row = choose(self.idle, one), choose(due if due and one % 4 else self.chart.rows, two)
         old = choose(["", "", "", "seq", "redrives"], one + two)
         seq, redrives = row.seq - (old == "seq"), row.redrives - (old == "redrives")
         answer = store.claim(self.id_of(row), seq, redrives, hand.process.owner, LEASE)
@@ -456,7 +457,7 @@ class Machine(RuleBasedStateMachine):
             self.claim_next(choose(self.idle, two))
         if two % 2:
             self.look()
-            self.end(self.hand_of(slice), slice, choose(tuple(ENDS), one))
+            self.end(self.hand_of(slice), slice, choose((*ENDS, "park", "cancelled"), one))
         return True
 
     def die(self, process: Process) -> None:
