@@ -6,11 +6,25 @@ On Django 6 for its own `django.tasks`, before that for the package `django-task
 `durable_jobs.tasks.kind.TaskKind` for tasks with a lease, limits or repair of their own.
 """
 
-from durable_jobs.tasks.backend import DurableJobsBackend
+from __future__ import annotations
 
-# Nothing here may import a model: an app may decorate its tasks before the models are loaded.
+from typing import TYPE_CHECKING, Any
+
+# Nothing here may import a model, because an app may decorate its tasks before the models are loaded; nor Django's
+# tasks, because Celery imports the module `tasks` of every app, also where there are none.
+
+if TYPE_CHECKING:
+    from durable_jobs.tasks.backend import DurableJobsBackend
 
 __all__ = ["DurableJobsBackend", "register_kind"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DurableJobsBackend":
+        from durable_jobs.tasks.backend import DurableJobsBackend
+
+        return DurableJobsBackend
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register_kind() -> None:
@@ -23,8 +37,16 @@ def register_kind() -> None:
             backend = import_string(parameters["BACKEND"])
         except (ImportError, KeyError, TypeError):
             continue  # Django tells at the first use of that backend
-        if isinstance(backend, type) and issubclass(backend, DurableJobsBackend):
+        if _is_ours(backend):
             from durable_jobs.tasks import kind
 
             kind.register()
             return
+
+
+def _is_ours(backend: object) -> bool:
+    try:
+        from durable_jobs.tasks.backend import DurableJobsBackend
+    except ImportError:
+        return False
+    return isinstance(backend, type) and issubclass(backend, DurableJobsBackend)

@@ -9,7 +9,7 @@ try:
     from django.tasks.signals import task_enqueued, task_finished, task_started
     from django.utils.json import normalize_json
 except ImportError as missing:
-    if missing.name not in ("django.tasks", "django.utils.json"):
+    if not str(missing.name).startswith(("django.tasks", "django.utils.json")):
         raise
     try:
         from django_tasks.backends.base import BaseTaskBackend  # type: ignore[assignment]

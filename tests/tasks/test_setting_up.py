@@ -78,6 +78,38 @@ def test_without_our_backend_there_is_no_kind_of_tasks() -> None:
     assert "durable_jobs.task" not in answer["kinds"]
 
 
+WITHOUT = """
+import sys
+sys.modules["django.tasks"] = sys.modules["django_tasks"] = None
+from django.conf import settings
+settings.configure(
+    INSTALLED_APPS=["django.contrib.contenttypes", "django.contrib.auth", "durable_jobs"], USE_TZ=True,
+    TASKS={"default": {"BACKEND": "durable_jobs.tasks.DurableJobsBackend"}},
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}},
+)
+import django
+django.setup()
+import durable_jobs.tasks  # as Celery's autodiscovery does with every app
+try:
+    durable_jobs.tasks.DurableJobsBackend
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_where_django_has_no_tasks_all_but_the_backend_works() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"},
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'durable-jobs[tasks]'" in done.stdout
+
+
 def told(**parameters: Any) -> list[CheckMessage]:
     return list(DurableJobsBackend("main", {"BACKEND": BACKEND, **parameters}).check())
 
