@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tests.explorer.stage import Run, Stage, first_ready
+from tests.explorer.stage import Nonsense, Run, Stage, first_ready
 
 ALL: Final = os.environ.get("DURABLE_JOBS_EXPLORE") == "1"
 """Every schedule (`make explore`), not a few of each scene (`make test`)."""
@@ -102,7 +102,10 @@ tallies: list[Tally] = []
 def play(stage: Stage, scene: Scene, choose: Callable[[int, list[int]], int]) -> Run:
     """One schedule; raises `Broken` when something does not hold after it."""
     programs, check = scene.begin()
-    run = stage.play(programs, choose)
+    try:
+        run = stage.play(programs, choose)
+    except Nonsense as error:
+        raise Broken(scene, error.run, error) from error
     try:
         for error in run.errors:
             assert error is None, f"raised {error!r}"

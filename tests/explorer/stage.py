@@ -41,7 +41,11 @@ _local = threading.local()
 
 
 class Nonsense(AssertionError):
-    """The run did not go as the stage expects: an actor hangs, or a schedule does not fit."""
+    """The run came to no end: everybody waits, an actor hangs, or the schedule does not fit."""
+
+    def __init__(self, message: str, run: Run | None = None) -> None:
+        self.run = run or Run()
+        super().__init__(message)
 
 
 class Actor:
@@ -131,7 +135,7 @@ class Actor:
         with condition:
             self.at, self.state = what, READY
             condition.notify_all()
-            if not condition.wait_for(lambda: self.granted, PATIENCE):
+            if not condition.wait_for(lambda: self.granted or self.stage.over, PATIENCE):
                 raise Nonsense("nobody let this actor go on")
             self.granted, self.state = False, RUNNING
 
@@ -162,6 +166,8 @@ class Stage:
 
     def __init__(self, actors: int) -> None:
         self.condition = threading.Condition()
+        self.over = False
+        """The run is given up: everybody goes on to the end."""
         self.actors: list[Actor] = []
         for number in range(actors):
             self.actors.append(Actor(self, number))
@@ -223,13 +229,29 @@ class Stage:
         """Run the programs side by side; `choose(place, ready)` says who goes on."""
         run = Run()
         cast = self.actors[: len(programs)]
+        try:
+            self._perform(run, cast, programs, choose)
+        except Nonsense:
+            self._give_up(cast)
+            raise
+        run.answers = [actor.answers for actor in cast]
+        run.errors = [actor.error for actor in cast]
+        return run
+
+    def _perform(
+        self,
+        run: Run,
+        cast: Sequence[Actor],
+        programs: Sequence[Sequence[Act]],
+        choose: Callable[[int, list[int]], int],
+    ) -> None:
         for actor, program in zip(cast, programs, strict=True):
             actor.begin(program)
             self._settle(run, cast, actor)
         while ready := [actor.number for actor in cast if actor.state == READY]:
             number = choose(len(run.choices), ready)
             if number not in ready:
-                raise Nonsense(f"actor {number} cannot go on here; ready are {ready}")
+                raise Nonsense(f"actor {number} cannot go on here; ready are {ready}", run)
             run.choices.append(number)
             run.ready.append(ready)
             actor = cast[number]
@@ -240,11 +262,7 @@ class Stage:
             self._settle(run, cast, actor)
         if stuck := [actor for actor in cast if actor.state != FINISHED]:
             told = "; ".join(f"{actor.number} in {actor.at:.200}" for actor in stuck)
-            self._cancel(stuck)
-            raise Nonsense(f"everybody waits for everybody: {told}")
-        run.answers = [actor.answers for actor in cast]
-        run.errors = [actor.error for actor in cast]
-        return run
+            raise Nonsense(f"everybody waits for everybody: {told}", run)
 
     def _settle(self, run: Run, cast: Sequence[Actor], moved: Actor) -> None:
         """Until nobody runs: each has stopped, ended, or waits for another."""
@@ -253,12 +271,12 @@ class Stage:
         for actor in [moved, *(one for one in cast if one is not moved)]:
             while not self._rests(actor):
                 if time.monotonic() > deadline:
-                    raise Nonsense(f"actor {actor.number} hangs in {actor.at:.300}")
+                    raise Nonsense(f"actor {actor.number} hangs in {actor.at:.300}", run)
         # One that went on by itself may have taken what another one waited for, and the other way round.
         for actor in cast:
             while not self._rests(actor):
                 if time.monotonic() > deadline:
-                    raise Nonsense(f"actor {actor.number} hangs in {actor.at:.300}")
+                    raise Nonsense(f"actor {actor.number} hangs in {actor.at:.300}", run)
         for actor in cast:
             if actor.state == BLOCKED and actor.number not in was_blocked:
                 held_by = ",".join(map(str, sorted(actor.waits_for)))
@@ -291,11 +309,23 @@ class Stage:
             pids = {row[0] for row in cursor.fetchall()}
         return {other.number for other in self.actors if other.pid in pids}
 
-    def _cancel(self, stuck: Sequence[Actor]) -> None:
-        if connection.vendor == "postgresql":
-            with connection.cursor() as cursor:
-                for actor in stuck:
-                    cursor.execute("SELECT pg_cancel_backend(%s)", [actor.pid])
+    def _give_up(self, cast: Sequence[Actor]) -> None:
+        """Let everybody run to the end, past what they wait for, so that the next run begins with idle actors."""
+        with self.condition:
+            self.over = True
+            self.condition.notify_all()
+        until = time.monotonic() + PATIENCE
+        while waiting := [actor for actor in cast if actor.state != FINISHED]:
+            if time.monotonic() > until:
+                break
+            if connection.vendor == "postgresql":
+                with connection.cursor() as cursor:
+                    for actor in waiting:
+                        cursor.execute("SELECT pg_cancel_backend(%s)", [actor.pid])
+            time.sleep(0.05)
+        self.over = False
+        for actor in cast:
+            actor.granted = False
 
 
 def first_ready(prefix: Sequence[int]) -> Callable[[int, list[int]], int]:

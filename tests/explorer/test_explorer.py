@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Iterator
@@ -117,3 +118,21 @@ def test_a_statement_that_waits_is_told_with_whom_it_waits_for(stage: Stage) -> 
     first = "UPDATE tests_shipment" if connection.vendor == "postgresql" else "BEGIN"
     assert waits and all(wait.startswith(first) and wait.endswith(("<- 0", "<- 1")) for wait in waits)
     assert any(not run.blocked for run in runs)
+
+
+@pytest.mark.postgres_only
+def test_two_that_wait_for_each_other_are_found_with_their_schedule(stage: Stage) -> None:
+    def begin() -> Any:
+        one, other = (Shipment.objects.create(note="").pk for _ in range(2))
+
+        def append_to(*keys: int) -> None:
+            with database.transaction(database.alias()):
+                for key in keys:
+                    execute("UPDATE tests_shipment SET note = note || '+' WHERE id = %s", key)
+
+        both = [[functools.partial(append_to, one, other)], [functools.partial(append_to, other, one)]]
+        return both, lambda run: None
+
+    with pytest.raises(Broken, match="everybody waits for everybody") as broken:
+        list(every_schedule(stage, Scene("two in opposite order", begin)))
+    assert broken.value.choices == [1, 0, 0, 1] or broken.value.choices == [0, 1, 0, 1]
