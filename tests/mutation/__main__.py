@@ -49,6 +49,8 @@ TESTS = (
     "tests/test_signals.py",
     "tests/test_testing.py",
     "tests/test_explain.py",
+    "tests/test_crash_kit.py",
+    "tests/test_commands.py",
 )
 """What is fast and looks at the core closely."""
 LEFT_OUT = ("tests/store/test_soak.py", "tests/receipts/test_docs.py", "tests/store/test_database.py")

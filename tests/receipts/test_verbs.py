@@ -388,6 +388,30 @@ def test_the_fence_falls_with_each_of_its_facts(column: str, value: Any) -> None
     assert everything() == before and not called
 
 
+def test_of_several_faults_the_first_is_told() -> None:
+    """A36: its facts are looked at one after the other, so that who lost a lease is not told of what came later."""
+    faults = [
+        ("input", '{"shipment": 8}', "does not match its hash"),
+        ("input_sha256", "0" * 64, "hash of the input is another one"),
+        ("kind", "tests.other", "kind"),
+        ("cancel_requested_at", rows.ago(0), "a cancel was requested"),
+        ("lease_owner", "somebody", "another attempt owns the job"),
+    ]
+    ctx = owned()
+    for column, value, words in faults:
+        acts.write(job_of(ctx).id, column, value)
+        with pytest.raises(LeaseLostError, match=words):
+            complete_atomically(ctx, lambda _: ship())
+
+
+def test_the_image_that_is_retained_holds_texts_as_they_are() -> None:
+    job = ended("failed")
+    acts.write(job.id, "progress_message", "vorüber")
+    images: list[str] = []
+    retry_atomically(job.id, context(job.idempotency_key), lambda image: images.append(image) or RECEIPT)  # type: ignore[func-returns-value]
+    assert '"vorüber"' in images[0]
+
+
 def test_bytes_and_hash_changed_together_are_not_the_captured_ones() -> None:
     """A36: the captured hash decides, not that the row agrees with itself."""
     ctx = owned()
