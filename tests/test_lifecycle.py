@@ -898,3 +898,17 @@ def test_every_line_of_the_path_is_told_once(caplog: pytest.LogCaptureFixture) -
     assert seen["complete"][0][0] == "job_completed"
     assert seen["park orphan"][0][0] == seen["park"][0][0] == "job_parked"
     assert seen["redrive"][0][0] == "job_redriven"
+
+
+@pytest.mark.django_db
+def test_an_interrupt_in_the_way_back_is_passed_on_and_nothing_is_counted(registry: None) -> None:
+    """As everywhere: a KeyboardInterrupt leaves all as a kill would."""
+
+    def interrupted(self: Any, job: Job) -> int:
+        raise KeyboardInterrupt
+
+    made(on_transition=lambda self, job: 1, on_redrive=interrupted)
+    job = make_job("failed", kind="tests.made")
+    with pytest.raises(KeyboardInterrupt):
+        service.redrive(job.id, force=True)
+    assert (row(job).status, row(job).mirror_attempts) == ("failed", 0)

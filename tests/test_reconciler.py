@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from django.db import InterfaceError, connection, connections, transaction
+from django.db import InterfaceError, OperationalError, connection, connections, transaction
 from django.test import override_settings
 
 from durable_jobs import kinds, lifecycle, reconciler, service, signals, store
@@ -1130,3 +1130,31 @@ def test_an_end_without_hooks_is_not_marked_as_mirrored() -> None:
         else:
             ended = lifecycle.park_orphan(None, orphan, grace=-1.0, code="no_handler", message="m")
         assert ended is not None and ended.domain_mirrored_at is None
+
+
+# --- what mutants of the code got away with
+
+
+def test_silent_workers_are_forgotten_once_an_hour(
+    mender: Reconciler, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[float] = []
+    monkeypatch.setattr(store, "forget_workers", forgotten.append)
+    mender.tick()
+    mender.tick()
+    clock.skip(3_500)
+    mender.tick()
+    assert forgotten == [86_400.0]
+    clock.skip(200)
+    mender.tick()
+    assert forgotten == [86_400.0] * 2
+
+
+def test_a_repair_of_the_dead_that_meets_an_outage_counts_it(
+    mender: Reconciler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(owner: str) -> Any:
+        raise OperationalError("the server is away")
+
+    monkeypatch.setattr(store, "dead_leases", away)
+    assert mender.repair_dead("somebody").errors == 1

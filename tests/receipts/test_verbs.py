@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from django.db import connection, transaction
 
-from durable_jobs import kinds, receipts, service, store
+from durable_jobs import kinds, receipts, service, signals, store
 from durable_jobs.exceptions import (
     DeadlineExceeded,
     InvalidInput,
@@ -937,3 +937,49 @@ def test_one_bounded_transaction_at_a_time() -> None:
     with pytest.raises(TransactionOwned):
         complete_atomically(ctx, nested)
     assert everything() == before
+
+
+# --- what mutants of the code got away with ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("owner", "epoch"), [("somebody", 1), (None, 2)])
+def test_a_fence_is_captured_of_the_rows_own_lease_only(owner: str | None, epoch: int) -> None:
+    fence = owned().fence
+    assert fence is not None
+    with pytest.raises(LeaseLostError, match="another attempt owns the job"):
+        receipts.Fence.capture(replace(fence.lease, owner=owner or fence.lease.owner, epoch=epoch))
+    assert receipts.Fence.capture(fence.lease) == fence
+
+
+def test_a_job_under_a_lease_that_holds_is_not_retried() -> None:
+    ctx = owned()
+    with pytest.raises(NotReclaimable, match="it is running and owned"):
+        retry_atomically(job_of(ctx).id, replace(ctx, fence=None), retain)
+
+
+@pytest.mark.parametrize(
+    "full", [{"lease_epoch": receipts.LARGEST_EPOCH}, {"attempts": receipts.LARGEST_ATTEMPTS}]
+)
+def test_counters_that_are_full_are_named(full: dict[str, int]) -> None:
+    with pytest.raises(InvalidInput, match="cannot grow any more"):
+        receipts.require_counters(Job(**{"lease_epoch": 1, "attempts": 1, **full}))
+    receipts.require_counters(
+        Job(**{"lease_epoch": 1, "attempts": 1, **{name: n - 1 for name, n in full.items()}})
+    )
+
+
+def test_held_work_whose_input_was_changed_is_refused_with_what_is_wrong() -> None:
+    job = receipts.defer(acts.KIND, receipts.Submission("held", "{}"), scope=HOME)
+    acts.tamper(job.id)
+    with pytest.raises(NotReclaimable, match="do not match"):
+        receipts.claim(job.id, context("held"))
+
+
+def test_deferred_work_is_announced() -> None:
+    heard: list[Any] = []
+    signals.job_created.connect(receiver := lambda job, **_: heard.append(job.id))
+    try:
+        job = receipts.defer(acts.KIND, receipts.Submission("held", "{}"), scope=HOME)
+    finally:
+        signals.job_created.disconnect(receiver)
+    assert heard == [job.id]
