@@ -317,7 +317,7 @@ def reasons(
 def refusal_of_cancel(job: Job) -> Reason | None:
     """Why a cancel would be refused, with the refusal's code; None when it would be taken. Pure."""
     if job.finished_at is not None:
-        return Reason("not_cancellable", _("It is %(status)s already.") % {"status": _status(job)})
+        return Reason("not_cancellable", _("It has ended already: %(status)s.") % {"status": _status(job)})
     if job.cancel_requested_at is not None:
         return Reason("cancel_requested", _("Its end was requested already."), _("Wait for it."))
     return None

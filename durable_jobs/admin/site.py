@@ -763,13 +763,13 @@ class JobEventAdminMixin(Screens):
         query = listing.address(request)
         if following:
             following = query + ("&" if query else "") + urlencode({"after": following})
-        labels = access.labels(event_scope(event) for event in found)
+        labels = access.labels(event_scope(event) for event in found if event.tenant_id)
         return self.screen(
             request,
             "history.html",
             _("History"),
             {
-                "events": [(event, labels[event_scope(event)]) for event in found],
+                "events": [(event, labels.get(event_scope(event), _("all"))) for event in found],
                 "filters": filters,
                 "next": following,
                 "now": store.now(),

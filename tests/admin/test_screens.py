@@ -285,7 +285,7 @@ def test_the_history_tells_every_pause_and_its_end(client: Client, settings: Any
     service.pause(tenant="acme", reason="their wish", actor="cron")
     assert service.unpause(queue="slow", actor="cron") and not service.unpause(queue="slow", actor="cron")
     page = client.get("/admin/durable_jobs/jobevent/")
-    said = words(page).split("Scope")[-1]
+    said = words(page).split(" By What ")[1]
     assert said.index("Unpaused") < said.index("their wish") < said.index("new <b>disks</b>")
     assert "new &lt;b&gt;disks&lt;/b&gt;" in page.content.decode() and "queue slow" in said and "cron" in said
     timeline = words(client.get(url("change", kept.pk))).split("Timeline")[1].split("Limits")[0]

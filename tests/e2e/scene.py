@@ -104,10 +104,11 @@ def build(anna: User) -> dict[str, str]:
     store.add_event(
         failed, "redriven", actor="user:1 anna", reason="the partner is back", operation_id="5d1c0f"
     )
-    for _ in range(3):
+    for seconds in (12.4, 251.0, 3_900.0):
         store.add_event(
             failed, "slice_failed", owner="web3:1201:1", error_type="requests.exceptions.ConnectionError",
             message="partner.example did not answer within 10 s", traceback=TRACEBACK, code="",
+            data={"seconds": seconds},
         )  # fmt: skip
     store.add_event(
         failed, "item_skipped", message="ValueError: latitude 91.2 is out of range", code="bad_row"
