@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import heapq
 import itertools
 import logging
@@ -461,6 +462,9 @@ class Repairs:
                     if self._finishing:
                         return None
                     own_connection.close()
+                    # The cursor of a BEGIN that met a locked file is in a cycle with its error, and SQLite's file
+                    # stays open as long as it is there: in an idle process, for ever.
+                    gc.collect()
                     self._changed.wait()
                     continue
                 wait = self._looks[0].at - time.monotonic()

@@ -111,8 +111,9 @@ def test_the_only_process_is_replaced_at_once(start_worker: Start, figure: Calla
     at = time.monotonic()
     os.kill(holder(one), signal.SIGKILL)
     took = begun(one, 2) - at
-    figure("supervised, a single process: kill -9 to resumed by its replacement", took, "")
-    assert took < 5
+    figure("supervised, a single process: kill -9 to resumed by its replacement", took, "a start of Django")
+    # Its lease of a minute would have it resumed much later.
+    assert took < 30
     process.terminate()
     assert process.wait(15) == 0, process.output
 
@@ -421,7 +422,7 @@ def test_no_process_uses_a_connection_of_another_and_the_supervisor_has_none(
     jobs = [start("quick") for _ in range(20)]
     for one in jobs:
         assert wait_for(one, "completed").attempts == 1
-    wait_until(lambda: not connected(process.pid), 20, "the supervisor stays connected")
+    wait_until(lambda: not connected(process.pid), 20, f"the supervisor stays connected: {process.output}")
     process.terminate()
     assert process.wait(15) == 0, process.output
 
@@ -485,14 +486,14 @@ def test_a_hanging_import_ends_it_when_the_start_takes_too_long(start_worker: St
 def test_a_replacement_that_hangs_on_import_is_replaced(start_worker: Start, tmp_path: Path) -> None:
     """C070."""
     trap = tmp_path / "trap"
-    process = start_worker("--processes", "1", environment={TRAP: str(trap)}, START_TIMEOUT=3)
+    process = start_worker("--processes", "1", environment={TRAP: str(trap)}, START_TIMEOUT=8)
     (pid,) = all_begun(process, 1)
     trap.write_text("hang")
     os.kill(pid, signal.SIGKILL)
-    process.wait_for_output("has not begun to claim within 3 s")
+    process.wait_for_output("has not begun to claim within 8 s")
     trap.unlink()
     one = start("quick")
-    wait_for(one, "completed", 30)
+    wait_for(one, "completed", 60)
     process.terminate()
     assert process.wait(15) == 0, process.output
 
