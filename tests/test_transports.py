@@ -18,7 +18,7 @@ from django.db import OperationalError, transaction
 from durable_jobs import reconciler, service, store, transports
 from durable_jobs.consumer import Consumer
 from durable_jobs.exceptions import NoFurtherAttempts
-from durable_jobs.kinds import Done
+from durable_jobs.kinds import Done, Yield
 from durable_jobs.models import Job, WorkerProcess, uuid7
 from durable_jobs.reconciler import Reconciler
 from durable_jobs.testing import make_job, register_for_test
@@ -438,6 +438,48 @@ class TestConsumer:
         in_a_thread(lambda: consumer.handle(Delivery.of(job)))
         assert columns(job) == before and memory.waiting == 1
 
+    def test_a_hand_back_is_announced_at_once(self, consumer: Consumer, memory: MemoryTransport) -> None:
+        """B67: not when the reconciler comes by."""
+        job = start(made(lambda ctx: Yield()))
+        memory.flush()
+        in_a_thread(lambda: consumer.handle(Delivery.of(job)))
+        assert [message.delivery for message in memory._messages] == [Delivery(job.id, 1, 0)]
+
+    def test_an_end_announces_the_next_of_a_limited_kind(
+        self, consumer: Consumer, memory: MemoryTransport
+    ) -> None:
+        """The message of one that met the limit is gone."""
+        met: list[Any] = []
+
+        def step(ctx: Any) -> Done:
+            met.append(in_a_thread(lambda: consumer.handle(Delivery.of(second))))
+            return Done()
+
+        kind = made(step, max_running=1)
+        first, second = start(kind), start(kind)
+        age(second, updated_at=60, next_run_at=60)
+        memory.flush()
+        in_a_thread(lambda: consumer.handle(Delivery.of(first)))
+        assert (row(first).status, row(second).status, len(met)) == ("completed", "pending", 1)
+        assert [message.delivery for message in memory._messages] == [Delivery.of(second)]
+
+    def test_a_drain_wakes_a_step_that_waits(self, consumer: Consumer) -> None:
+        """B69, B155."""
+        begun = threading.Event()
+
+        def step(ctx: Any) -> Any:
+            begun.set()
+            return Yield() if ctx.stop.wait(60) else Done("not woken")
+
+        job = start(made(step, slice_seconds=60))
+        thread = threading.Thread(target=lambda: in_a_thread(lambda: consumer.handle(Delivery.of(job))))
+        thread.start()
+        assert begun.wait(20)
+        consumer.drain()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert (row(job).status, row(job).interruptions) == ("pending", 1)
+
     def test_two_that_may_be_poison_do_not_run_together(
         self, consumer: Consumer, memory: MemoryTransport
     ) -> None:
@@ -498,6 +540,20 @@ class TestConsumer:
         assert WorkerProcess.objects.get(owner=consumer.owner).queues == json.dumps([QUEUE])
         consumer.close()
         assert not WorkerProcess.objects.filter(owner=consumer.owner).exists()
+
+
+@pytest.mark.usefixtures("registry")
+def test_nothing_is_sent_before_the_commit_or_after_a_rollback(memory: MemoryTransport) -> None:
+    """B30, B158."""
+    kind = made()
+    with transaction.atomic():
+        start(kind)
+        assert memory.waiting == 0
+    assert memory.waiting == 1
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        start(kind)
+        raise ZeroDivisionError
+    assert memory.waiting == 1
 
 
 def test_far_ahead_is_what_a_message_is_not_sent_for(memory: MemoryTransport, settings: Any) -> None:
