@@ -274,12 +274,15 @@ def one_made(left: Left, run: Run) -> None:
     assert [answer[0] for answer in run.answers].count("True") == 1 and len(left.new) == 1
 
 
+REDRIVES: Final = 2
+"""Of every row at first."""
+
+
 def renewed_is_kept(left: Left, run: Run) -> None:
     """A lease that its owner has renewed meanwhile is no orphan any more: a commit renews it, and a beat."""
-    taken = left.rows["job"]["redrives_since_commit"] > 0 or left.rows["job"]["parked_at"]
-    assert not (taken and (left.rows["job"]["checkpoint"] == "1" or run.answers[0] == ["True"])), (
-        "taken while alive"
-    )
+    job = left.rows["job"]
+    taken = job["redrives"] > REDRIVES or job["parked_at"]
+    assert not (taken and (job["checkpoint"] == "1" or run.answers[0] == ["True"])), "taken while alive"
 
 
 def asked_is_ended(left: Left, run: Run) -> None:
@@ -305,9 +308,11 @@ SCRIPTS: Final = (
     Script("a late slice and a reconciler that parks", {"job": EXPIRED}, (works, repairs), "explorer.parks",
            check=renewed_is_kept),
     Script("a late beat and a reconciler", {"job": EXPIRED}, (beats, repairs), check=renewed_is_kept),
-    Script("a late slice and a redrive", {"job": EXPIRED}, (works, redrives)),
+    Script("a late slice and a redrive", {"job": EXPIRED}, (works, redrives), check=renewed_is_kept),
     Script("a late slice and its keeper's beat and a reaper", {"job": EXPIRED}, (beats, reaps, claims)),
-    Script("a late slice, a redrive and a rival", {"job": EXPIRED}, (works, redrives, claims)),
+    Script("a late slice, a redrive and a rival", {"job": EXPIRED}, (works, redrives, claims), check=renewed_is_kept),
+    Script("a late slice, a redrive, and its own worker again", {"job": EXPIRED},
+           (works, redrives, functools.partial(claims, owner=ME)), check=renewed_is_kept),
     Script("a killed slice that still writes, and its supervisor", {"job": RUNNING}, (works, reaps)),
     Script("two claims and a cancel", {"job": PENDING}, (claims, is_delivered, cancels)),
     Script("a claimed slice and a cancel", {"job": PENDING}, (claims_and_works, cancels)),
@@ -350,7 +355,7 @@ def set_up(script: Script) -> World:
         columns: dict[str, Any] = {"lock_key": f"lock of {world.number}"} if script.same_lock else {}
         row = world.add(
             name, state, queue_name=f"queue-{world.number}", kind=script.kind, subject_type="tests.shipment", subject_id=str(shipment.pk),
-            checkpoint=None, checkpoint_at=None, redrives_since_commit=0, consecutive_failures=0, **columns,
+            checkpoint=None, checkpoint_at=None, redrives=REDRIVES, redrives_since_commit=0, consecutive_failures=0, **columns,
         )  # fmt: skip
         world.beside.append(("SELECT status, note FROM tests_shipment WHERE id = %s", int(row["subject_id"])))
     return world
