@@ -18,6 +18,8 @@ MOST: Final = int(os.environ.get("DURABLE_JOBS_EXPLORE_MOST", 0)) or None
 """With it at most so many schedules of a scene."""
 ENOUGH: Final = 5
 """Broken scenes after which no more are played."""
+FEW_CHANGES: Final = 0.15
+"""Most of what goes wrong goes wrong with one or two changes at the wrong place."""
 REPLAY: Final = os.environ.get("DURABLE_JOBS_SCHEDULE", "")
 """One schedule to be played again, as a failure has named it: `a slice and a cancel: 0 1 1 0`."""
 
@@ -128,10 +130,23 @@ def every_schedule(stage: Stage, scene: Scene) -> Iterator[Run]:
 
 
 def some_schedules(stage: Stage, scene: Scene, most: int) -> Iterator[Run]:
-    """By chance, the same ones each time."""
+    """By chance, the same ones each time: in turn with few changes of the actor, and with many."""
     chance = random.Random(scene.name)
-    for _ in range(most):
-        yield play(stage, scene, lambda place, ready: chance.choice(ready))
+    for number in range(most):
+        yield play(stage, scene, _walk(chance, 1.0 if number % 2 else FEW_CHANGES))
+
+
+def _walk(chance: random.Random, changes: float) -> Callable[[int, list[int]], int]:
+    """Let one actor go on, and another one from now on with this probability at each step."""
+    now = -1
+
+    def choose(place: int, ready: list[int]) -> int:
+        nonlocal now
+        if now not in ready or chance.random() < changes:
+            now = chance.choice(ready)
+        return now
+
+    return choose
 
 
 def explore(stage: Stage, scenes: Sequence[Scene], what: str, few: int) -> Tally:
