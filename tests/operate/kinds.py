@@ -123,10 +123,10 @@ class Fragile(Patient):
 
 
 @register
-class Fencing(OperateKind):
+class Fenced(OperateKind):
     """Stands inside a fence for `input` seconds, and says so."""
 
-    name = "operate.fencing"
+    name = "operate.fenced"
 
     def step(self, ctx: SliceContext) -> Done:
         with ctx.fenced():
@@ -229,4 +229,4 @@ def move(shipment: str | None) -> None:
     parcel.save()
 
 
-KINDS = (Quick, Patient, Lasting, Quiet, Nap, Fragile, Fencing, Deaf, Fatal, Hang, Ship, Sink)
+KINDS = (Quick, Patient, Lasting, Quiet, Nap, Fragile, Fenced, Deaf, Fatal, Hang, Ship, Sink)

@@ -377,7 +377,7 @@ def test_a_worker_that_freezes_in_its_fence_keeps_nobody_from_the_row_for_long(
     start_worker: Start,
 ) -> None:
     """P10. PostgreSQL ends the idle transaction and another worker goes on; SQLite's file is free after the thaw."""
-    one = start("fencing", 1)
+    one = start("fenced", 1)
     frozen = start_worker("--concurrency", "1")
     frozen.wait_for_output("inside")
     frozen.freeze()
