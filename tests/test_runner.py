@@ -1413,7 +1413,7 @@ class TestFailures:
         assert claim(job).attempts == 2
 
     def test_the_last_failure_of_a_row_decides(self) -> None:
-        """B74, B79"""
+        """F15, B74, B79"""
 
         def step(ctx: Any) -> None:
             raise ValueError("again")
