@@ -57,6 +57,10 @@ OPTIONS = {
     "timezone": "UTC",
 }
 
+# What a server has that must survive a power cut: a measurement without these tells of memory, not of commits.
+DURABLE = {"fsync": "on", "full_page_writes": "on", "shared_buffers": "256MB", "max_wal_size": "4GB"}
+DURABLE_VARIABLE = "DURABLE_JOBS_TEST_POSTGRES_DURABLE"
+
 SHUTDOWN_SIGNALS = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
 Mode = Literal["smart", "fast", "immediate"]
 
@@ -225,7 +229,8 @@ class Server:
         return {"cwd": "/", "env": environment, "stdin": subprocess.DEVNULL, **user_arguments(self.run_as)}
 
     def _spawn_postmaster(self) -> subprocess.Popen[bytes]:
-        options = {**OPTIONS, "port": str(self.port), "unix_socket_directories": str(self.folder)}
+        durable = DURABLE if os.environ.get(DURABLE_VARIABLE) else {}
+        options = {**OPTIONS, **durable, "port": str(self.port), "unix_socket_directories": str(self.folder)}
         addresses = self.folder / "addresses"
         if addresses.exists() and addresses.read_text():
             options["listen_addresses"] += f",{addresses.read_text()}"
@@ -460,6 +465,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.postgres", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     runner = commands.add_parser("run", help="run a command beside a fresh server")
+    runner.add_argument("--durable", action="store_true", help="with fsync on: for measurements")
     runner.add_argument("words", nargs="+", metavar="COMMAND")
     supervisor = commands.add_parser("supervise", help="used by run")
     supervisor.add_argument("folder")
@@ -468,6 +474,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "supervise":
         supervise(Server.attach(options.folder), options.parent)
         return 0
+    if options.durable:
+        os.environ[DURABLE_VARIABLE] = "1"
     try:
         return run(options.words)
     except PostgresUnavailable as error:
