@@ -13,6 +13,7 @@ class Noop(Kind):
 
     name = "bench.noop"
     queue = "bench"
+    orphan_policy = "redrive"
 
     def step(self, ctx: Any) -> Done:
         return Done()
@@ -24,6 +25,7 @@ class Mirrored(Kind):
 
     name = "bench.mirrored"
     queue = "bench"
+    orphan_policy = "redrive"
     mirror = StatusMirror(
         "benchmarks.Thing",
         open=("open",),
@@ -35,3 +37,11 @@ class Mirrored(Kind):
 
     def step(self, ctx: Any) -> Done:
         return Done()
+
+
+@register
+class Parking(Noop):
+    """The same under the policy that allows no claim ahead."""
+
+    name = "bench.parking"
+    orphan_policy = "park"

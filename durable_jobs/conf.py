@@ -178,6 +178,20 @@ class Config:
     LISTEN_DSN: Setting[str | None] = Setting(
         None, dsn_or_none, "A direct connection to listen on, past a connection pooler."
     )
+    PREFETCH = Setting(
+        128, whole(0, 1_000), "Jobs that a worker claims ahead, at most, of kinds that end at once; 0: none."
+    )
+    GROUP_COMMIT = Setting(
+        True, true_or_false, "Whether jobs of kinds without hooks that end together share a transaction."
+    )
+    DIRECT_STATEMENTS = Setting(
+        True, true_or_false, "Whether a worker's own statements go past Django's cursors to the driver's."
+    )
+    PREPARE = Setting(
+        True,
+        true_or_false,
+        "Whether workers on PostgreSQL prepare their own statements; not every pooler can.",
+    )
     MAX_INPUT_BYTES = Setting(MIB, whole(2, LARGEST_TEXT), "Largest input, in bytes of JSON.")
     MAX_RESULT_BYTES = Setting(MIB, whole(2, LARGEST_TEXT), "Largest result, in bytes of JSON.")
     MAX_CHECKPOINT_BYTES = Setting(256 * KIB, whole(2, LARGEST_TEXT), "Largest checkpoint, in bytes of JSON.")

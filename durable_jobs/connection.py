@@ -10,6 +10,7 @@ from django.db import connections, reset_queries
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from durable_jobs import database
+from durable_jobs.conf import config
 from durable_jobs.logs import tell
 
 logger = logging.getLogger("durable_jobs.connection")
@@ -28,15 +29,18 @@ that one for a quarter of an hour.
 """
 CONNECT_TIMEOUT = 5
 GIVE_WAY_SECONDS = 1.0
+NEVER_BY_ITSELF = 1_000_000
+"""Executions after which psycopg prepares a statement unasked: the project's own are left as they are."""
 _GIVEN = "_durable_jobs_given_settings"
 
 
 def own(name: str) -> BaseDatabaseWrapper:
     """Make this thread's connection to the jobs' database one for a long life; `name` shows on the server.
 
-    On PostgreSQL: TCP keepalives, READ COMMITTED, a connection of its own beside the project's pool. The
-    project's other threads keep their settings. On SQLite, a write of the project's own lets the beats of this
-    process go first, and waits for the file here, not in SQLite. Nothing is connected yet.
+    On PostgreSQL: TCP keepalives, READ COMMITTED, a connection of its own beside the project's pool, and the
+    package's own statements prepared (PREPARE) and sent past Django's cursors (DIRECT_STATEMENTS). The
+    project's own statements, and its other threads, keep their settings. On SQLite, a write of the project's own
+    lets the beats of this process go first, and waits for the file here, not in SQLite. Nothing is connected yet.
     """
     connection = connections[database.alias()]
     if hasattr(connection, _GIVEN):
@@ -47,9 +51,12 @@ def own(name: str) -> BaseDatabaseWrapper:
     settings["CONN_MAX_AGE"] = None
     if connection.vendor == "postgresql":
         settings["OPTIONS"] = _postgresql_options(settings["OPTIONS"], name)
+        if config.PREPARE and not settings.get("DISABLE_SERVER_SIDE_CURSORS"):
+            settings["OPTIONS"].setdefault("prepare_threshold", NEVER_BY_ITSELF)
     if connection.vendor == "sqlite":
         connection.execute_wrappers.append(_give_way)
     connection.settings_dict = settings
+    setattr(connection, database.DIRECT, config.DIRECT_STATEMENTS)
     return connection
 
 
@@ -60,6 +67,7 @@ def disown() -> None:
     if hasattr(connection, _GIVEN):
         connection.settings_dict = getattr(connection, _GIVEN)
         delattr(connection, _GIVEN)
+        setattr(connection, database.DIRECT, False)
         if _give_way in connection.execute_wrappers:
             connection.execute_wrappers.remove(_give_way)
 
@@ -77,6 +85,9 @@ def _give_way(execute: Any, sql: str, params: Any, many: bool, context: dict[str
     return database.wait_for_file(connection, lambda: execute(sql, params, many, context))
 
 
+setattr(_give_way, database.DIRECT, True)
+
+
 def _postgresql_options(given: dict[str, Any], name: str) -> dict[str, Any]:
     from django.db.backends.postgresql.psycopg_any import IsolationLevel
 
@@ -90,6 +101,11 @@ def _postgresql_options(given: dict[str, Any], name: str) -> dict[str, Any]:
 def close(connection: BaseDatabaseWrapper | None = None) -> None:
     """Close this thread's connection to the jobs' database, whatever its state; the next use connects."""
     database.discard(connections[database.alias()] if connection is None else connection)
+
+
+def is_alone(connection: BaseDatabaseWrapper) -> bool:
+    """Whether the project has this database only, and nobody collects its statements."""
+    return len(connections.settings) == 1 and not connection.queries_logged
 
 
 def clean() -> None:

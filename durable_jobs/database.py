@@ -22,8 +22,10 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from django.apps import apps
-from django.db import InterfaceError, OperationalError, connections, router
+from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models.base import Model, ModelState
+from django.db.models.signals import post_init, pre_init
 from django.db.transaction import Atomic, TransactionManagementError
 from django.db.utils import DatabaseError
 
@@ -53,6 +55,8 @@ class FileLocked(OperationalError):
 
 def alias() -> str:
     """The database alias that job rows are written to."""
+    if not router.routers:
+        return DEFAULT_DB_ALIAS
     return router.db_for_write(apps.get_model("durable_jobs", "Job"))
 
 
@@ -419,9 +423,13 @@ def clear(using: str) -> Leftover:
 
     An open transaction is rolled back. The blocks that Django's TestCase opened stay.
     """
-    connection = connections[using]
+    return clear_connection(connections[using])
+
+
+def clear_connection(connection: BaseDatabaseWrapper) -> Leftover:
+    """`clear` of this very connection."""
     blocks = connection.atomic_blocks
-    if any(is_testcases(block) for block in blocks):
+    if blocks and any(is_testcases(block) for block in blocks):
         found = Leftover.NOTHING
         while not is_testcases(blocks[-1]):
             found = Leftover.TRANSACTION
@@ -443,7 +451,7 @@ def _left_on(connection: BaseDatabaseWrapper) -> Leftover:
     try:
         if connection.vendor == "sqlite":
             return Leftover.TRANSACTION if raw.in_transaction else Leftover.NOTHING
-        status = _UNKNOWN if raw.closed else raw.info.transaction_status
+        status = raw.pgconn.transaction_status
     except Exception:
         return Leftover.BROKEN
     if status in (_ACTIVE, _IN_TRANSACTION, _IN_ERROR):
@@ -497,6 +505,41 @@ _SNIPPETS = {
 }
 
 
+DIRECT = "_durable_jobs_direct"
+"""Set on the connections of our own threads, where statements may go past Django's cursors."""
+
+_CURSOR = "_durable_jobs_cursor"
+_UNPREPARED = ("0A000", "26000", "42P05")
+"""A prepared statement whose result has changed, that is not there, or that is there already."""
+
+
+def is_direct(connection: BaseDatabaseWrapper) -> bool:
+    """Whether nobody watches this connection's statements, so that Django's cursor can be left out."""
+    return (
+        getattr(connection, DIRECT, False)
+        and connection.connection is not None
+        and not connection.needs_rollback
+        and not connection.queries_logged
+        and all(getattr(wrapper, DIRECT, False) for wrapper in connection.execute_wrappers)
+    )
+
+
+def _server_cursor(connection: BaseDatabaseWrapper) -> Any:
+    """The one cursor of our own on this connection; it reads moments in C where Django does so in Python."""
+    raw: Any = connection.connection
+    kept = vars(connection).get(_CURSOR)
+    if kept is not None and kept.connection is raw:
+        return kept
+    import psycopg
+    from psycopg.types.datetime import TimestamptzLoader
+
+    cursor = psycopg.Cursor(raw)
+    if connection.timezone is UTC:
+        cursor.adapters.register_loader("timestamptz", TimestamptzLoader)
+    setattr(connection, _CURSOR, cursor)
+    return cursor
+
+
 class Statement:
     """One SQL text per vendor, built once, run in one round trip.
 
@@ -517,6 +560,7 @@ class Statement:
         self._types = types
         self._snippets = snippets
         self._built: dict[str, tuple[str, tuple[str, ...]]] = {}
+        self._named: str | None = None
 
     def sql(self, vendor: str) -> str:
         """The finished text for `postgresql` or `sqlite`, with pyformat parameters."""
@@ -524,6 +568,8 @@ class Statement:
 
     def run(self, connection: BaseDatabaseWrapper, **values: Any) -> list[tuple[Any, ...]]:
         """Run it and fetch every row (on SQLite an unfinished cursor would keep the write lock)."""
+        if is_direct(connection):
+            return self._run_directly(connection, values)
         sql, names = self._build(connection.vendor)
         adapt = _adapt_sqlite if connection.vendor == "sqlite" else _adapt_postgresql
         with connection.cursor() as cursor:
@@ -537,6 +583,48 @@ class Statement:
         with connection.cursor() as cursor:
             cursor.execute(sql, {name: adapt(values[name]) for name in names})
             return cursor.rowcount
+
+    def count_each(self, connection: BaseDatabaseWrapper, rows: Iterable[Mapping[str, Any]]) -> list[bool]:
+        """Run it for each row of parameters, inside the open transaction; which of them touched a row (SQLite)."""
+        if not is_direct(connection):
+            return [self.count(connection, **values) > 0 for values in rows]
+        _, names = self._build("sqlite")
+        text, run = self._sqlite_text(), connection.connection.execute
+        with connection.wrap_database_errors:
+            return [
+                run(text, {name: _adapt_sqlite(values[name]) for name in names}).rowcount > 0
+                for values in rows
+            ]
+
+    def _run_directly(
+        self, connection: BaseDatabaseWrapper, values: Mapping[str, Any]
+    ) -> list[tuple[Any, ...]]:
+        """By the driver's own cursor: bound by the server and prepared, whatever the project's own cursors do."""
+        sql, names = self._build(connection.vendor)
+        raw = connection.connection
+        with connection.wrap_database_errors:
+            if connection.vendor == "sqlite":
+                given = {name: _adapt_sqlite(values[name]) for name in names}
+                rows: list[tuple[Any, ...]] = raw.execute(self._sqlite_text(), given).fetchall()
+                return rows
+            cursor = _server_cursor(connection)
+            try:
+                cursor.execute(sql, {name: values[name] for name in names}, prepare=True)
+            except Exception as error:
+                if getattr(error, "sqlstate", None) in _UNPREPARED:
+                    # A pooler or a migration took it away: from now on this connection does without.
+                    raw.prepare_threshold = None
+                    if not connection.in_atomic_block:
+                        cursor.execute(sql, {name: values[name] for name in names})
+                        return cursor.fetchall() if cursor.pgresult.nfields else []
+                raise
+            # Of `description` every column would be made an object.
+            return cursor.fetchall() if cursor.pgresult.nfields else []
+
+    def _sqlite_text(self) -> str:
+        if self._named is None:
+            self._named = re.sub(r"%\((\w+)\)s", r":\1", self._build("sqlite")[0]).replace("%%", "%")
+        return self._named
 
     def _build(self, vendor: str) -> tuple[str, tuple[str, ...]]:
         if vendor not in self._built:
@@ -613,20 +701,44 @@ class Loader:
         for index, field in enumerate(fields):
             column = field.get_col(model._meta.db_table)
             converters = connection.ops.get_db_converters(column) + column.get_db_converters(connection)
+            if connection.vendor == "sqlite" and field.get_internal_type() == "DateTimeField":
+                converters = [_moment]
             if converters:
                 self._converters.append((index, converters, column))
+        self._plain = "from_db" not in vars(model) and model.__init__ is Model.__init__
 
     def load(self, connection: BaseDatabaseWrapper, rows: Iterable[Sequence[Any]]) -> list[Any]:
         """One instance per row; columns beyond the model's are ignored."""
         width = len(self._names)
         loaded = []
+        watched = pre_init.has_listeners(self._model) or post_init.has_listeners(self._model)
+        make = self._make if self._plain and not watched else self._model.from_db
         for row in rows:
             values = list(row[:width])
             for index, converters, column in self._converters:
-                for converter in converters:
-                    values[index] = converter(values[index], column, connection)
-            loaded.append(self._model.from_db(connection.alias, self._names, values))
+                value = values[index]
+                if value is not None:
+                    for converter in converters:
+                        value = converter(value, column, connection)
+                    values[index] = value
+            loaded.append(make(connection.alias, self._names, values))
         return loaded
+
+    def _make(self, using: str, names: Sequence[str], values: Sequence[Any]) -> Any:
+        """What `from_db` makes of all columns, without asking field by field."""
+        made = self._model.__new__(self._model)
+        made.__dict__ = dict(zip(names, values, strict=True))
+        made._state = state = ModelState()
+        state.adding, state.db = False, using
+        return made
+
+
+def _moment(value: Any, column: Any, connection: BaseDatabaseWrapper) -> datetime:
+    """What Django's converter makes of it, without trying other forms first."""
+    moment = value if isinstance(value, datetime) else datetime.fromisoformat(value)
+    return (
+        moment if moment.tzinfo or connection.timezone is None else moment.replace(tzinfo=connection.timezone)
+    )
 
 
 _loaders: dict[tuple[str, str], Loader] = {}

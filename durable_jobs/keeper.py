@@ -34,6 +34,10 @@ SKIPPED_INTERVAL = 1.0
 """Seconds until a lease is tried again whose row somebody else has locked."""
 
 
+_making_events = threading.Lock()
+"""Events are made when they are asked for: most slices end before anybody does."""
+
+
 class Hold:
     """A lease in use: what a slice and its keeper share.
 
@@ -47,8 +51,8 @@ class Hold:
         self.lease = lease
         self.max_slice_seconds = max_slice_seconds
         self.thread = thread or threading.current_thread()
-        self.stop = threading.Event()
-        """Set once, at the first sign that going on is pointless: lost, cancelled, paused or overdue."""
+        self._stop: threading.Event | None = None
+        self._stopped = False
         self.lost = False
         self.cancelled = False
         self.paused = False
@@ -60,6 +64,31 @@ class Hold:
         self.key = (lease.job_id, lease.epoch)
         self._renewed = self.begun
         self._retry_at = math.inf
+
+    @property
+    def stop(self) -> threading.Event:
+        """Set once, at the first sign that going on is pointless: lost, cancelled, paused or overdue."""
+        if self._stop is None:
+            with _making_events:
+                if self._stop is None:
+                    event = threading.Event()
+                    if self._stopped:
+                        event.set()
+                    self._stop = event
+        return self._stop
+
+    def ask_to_stop(self) -> None:
+        """Set `stop`."""
+        with _making_events:
+            self._stopped = True
+            if self._stop is not None:
+                self._stop.set()
+
+    def begin(self, max_slice_seconds: float) -> None:
+        """Its slice begins now, in this thread; until then the lease was held for a job that waits its turn."""
+        self.max_slice_seconds = max_slice_seconds
+        self.thread = threading.current_thread()
+        self.begun = self.last_commit = time.monotonic()
 
     def committed(self) -> None:
         """Restart the clock of `max_slice_seconds`; the commit has renewed the lease, too."""
@@ -73,7 +102,7 @@ class Hold:
         self.paused = self.paused or pause
         self.lost = self.lost or lost
         if cancel or pause or lost:
-            self.stop.set()
+            self.ask_to_stop()
 
     @property
     def _interval(self) -> float:
@@ -169,7 +198,7 @@ class Keeper:
         """Wake every step that waits on `ctx.stop`: the process drains."""
         with self._guard:
             for hold in self._holds.values():
-                hold.stop.set()
+                hold.ask_to_stop()
 
     def beat_now(self) -> None:
         """Beat as soon as possible: after a rolled-back fence, or when a cancel was announced."""
@@ -271,7 +300,7 @@ class Keeper:
     def _give_up_on(self, hold: Hold) -> None:
         """Let the reconciler have a slice that hangs: its process lives, its lease runs out."""
         hold.overdue = True
-        hold.stop.set()
+        hold.ask_to_stop()
         frame = sys._current_frames().get(hold.thread.ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame else "(its thread has ended)\n"
         tell(

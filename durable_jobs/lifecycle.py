@@ -8,9 +8,9 @@ is rolled back, and the failure is counted on the row.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from uuid import UUID
 
@@ -20,7 +20,7 @@ from django.dispatch import Signal
 
 from durable_jobs import database, signals, store
 from durable_jobs.exceptions import DomainMirrorMismatch, ErrorFacts, HookFailed, describe
-from durable_jobs.kinds import ROW_GONE, Kind
+from durable_jobs.kinds import ROW_GONE, Kind, overrides
 from durable_jobs.logs import log
 from durable_jobs.models import Job, Status
 from durable_jobs.store import NO_COUNTS, Counts, Lease, Orphan
@@ -41,6 +41,31 @@ _SIGNALS: dict[str, Signal] = {
 def complete(kind: Kind, lease: Lease, result: str | None, counts: Counts = NO_COUNTS) -> Job | None:
     """running → completed, by its owner."""
     return _end(kind, lambda: store.complete(lease, result, counts), "job_completed")
+
+
+def is_plain(kind: Kind) -> bool:
+    """Whether a completion of this kind changes its row and nothing else, and tells nobody but the log."""
+    return _has_no_hooks(kind) and not (
+        signals.job_completed.receivers and signals.job_completed.has_listeners(kind.name)
+    )
+
+
+@lru_cache(maxsize=1000)
+def _has_no_hooks(kind: Kind) -> bool:
+    return not kind.has_transition_hook and not overrides(kind, "after_transition")
+
+
+def complete_many(owner: str, ended: Sequence[tuple[Lease, str | None]]) -> set[UUID]:
+    """running → completed for jobs of plain kinds, in the open transaction; the ids of those that were.
+
+    After the commit call `tell_completed` for each. The others are completed singly.
+    """
+    return store.complete_many(owner, ended)
+
+
+def tell_completed(job: Job) -> None:
+    """What follows the commit of a plain completion; `job` is the row as it was claimed."""
+    log("job_completed", job)
 
 
 def fail(

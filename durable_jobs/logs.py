@@ -41,6 +41,8 @@ def log(
     **facts: Any,
 ) -> None:
     """`tell` with a job's id and kind among the facts; facts that are None or empty are left out."""
+    if not _logger.isEnabledFor(level):
+        return
     if job is not None:
         facts = {"job_id": job.id, "kind": job.kind, **facts}
     given = {name: value for name, value in facts.items() if value is not None and value != ""}

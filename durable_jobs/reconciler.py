@@ -71,9 +71,10 @@ class Leave:
 
 @dataclass(frozen=True)
 class Redrive:
-    """Run it again, due in `delay` seconds (before jitter)."""
+    """Run it again, due in `delay` seconds (before jitter). Not `counted`: it had not begun."""
 
     delay: float
+    counted: bool = True
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,8 @@ def decide(orphan: Orphan, kind: Kind | None, *, unknown_kind_grace: float) -> D
         return Park(orphan.verdict, "The worker ended before it could record that the job has failed.")
     if kind.orphan_policy != "redrive":
         return Park("orphaned", "The worker ended in the middle of the work. Is it safe to go on?")
+    if not orphan.begun:
+        return Redrive(0.0, counted=False)
     if orphan.redrives_since_commit >= kind.max_orphanings:
         return Park(
             "poison",
@@ -371,8 +374,8 @@ class Reconciler:
                 this.report.parked += job is not None
                 if job is not None and kind is None:
                     log("no_handler", job, level=logging.WARNING, overdue=round(orphan.overdue))
-            case Redrive(delay):
-                job = self._redrive(orphan, _jittered(delay), dead=dead)
+            case Redrive(delay, counted):
+                job = self._redrive(orphan, _jittered(delay), dead=dead, counted=counted)
                 this.report.redriven += job is not None
                 if job is not None:
                     self._publish(this, job)
@@ -380,14 +383,16 @@ class Reconciler:
                 job = None
         return job
 
-    def _redrive(self, orphan: Orphan, delay: float, *, dead: bool) -> Job | None:
+    def _redrive(self, orphan: Orphan, delay: float, *, dead: bool, counted: bool) -> Job | None:
         facts: dict[str, Any] = {
-            "redrives_since_commit": orphan.redrives_since_commit + 1,
+            "redrives_since_commit": orphan.redrives_since_commit + counted,
             "delay": round(delay, 3),
             "overdue": round(orphan.overdue, 3),
         }
+        if not counted:
+            facts["begun"] = False
         with database.joined(database.alias()):
-            job = store.take_orphan(orphan, grace=config.GRACE, delay=delay, dead=dead)
+            job = store.take_orphan(orphan, grace=config.GRACE, delay=delay, dead=dead, counted=counted)
             if job is None:
                 return None
             held = store.seconds_held(job, until=job.heartbeat_at)

@@ -446,20 +446,63 @@ def run_slice(
     inside a transaction of the caller.
     """
     database.refuse_borrowed(database.alias(), "run_slice()")
+    kind = _kind_of(job)
+    hold = Hold(Lease(job.id, owner, job.lease_epoch, kind.lease_seconds))
+    slice = _Slice(kind, job, hold, keeper, draining, on_commit)
+    return slice.run_whole()
+
+
+def begin_slice(
+    job: Job, hold: Hold, keeper: Keeper, draining: threading.Event | None = None, *, grouped: bool
+) -> SliceResult | Finished:
+    """As `run_slice`, under a lease that is held already; with `grouped`, of a plain kind, all but its end.
+
+    What it then answers is still held, and waits to be completed, together with others or alone. Where somebody
+    observes slices, he is told of their outcomes, and none is put off.
+    """
+    grouped = grouped and not observers
+    slice = _Slice(_kind_of(job), job, hold, keeper, draining, None, grouped=grouped)
+    result = slice.run_whole()
+    return result if slice.finished is None else slice.finished
+
+
+def _kind_of(job: Job) -> Kind:
     kind = kinds.find(job.kind)
     if kind is None:
         raise UnknownKind(job.kind, kinds.names())
-    lease = Lease(job.id, owner, job.lease_epoch, kind.lease_seconds)
-    hold = Hold(lease, max_slice_seconds=kind.max_slice_seconds, thread=threading.current_thread())
-    if keeper is not None:
-        keeper.hold(hold)
-    if draining is not None and draining.is_set():
-        hold.stop.set()
-    try:
-        return _observed(kind, job, _Slice(kind, job, hold, keeper, draining, on_commit).run)
-    finally:
-        if keeper is not None:
-            keeper.let_go(hold)
+    return kind
+
+
+class Finished:
+    """A slice whose step is done; what is missing is that its job is completed. The lease is held until then."""
+
+    def __init__(self, slice: _Slice, result: str | None) -> None:
+        self._slice = slice
+        self.lease = slice.lease
+        self.result = result
+        self.is_over = False
+        """Whether its end has been told, or it was completed alone."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether nothing has been learned since that forbids a plain completion."""
+        hold = self._slice.hold
+        return not (hold.lost or hold.cancelled)
+
+    def doubt(self) -> None:
+        """A batch with it has failed, and may have been committed all the same: look at the row before a loss is told."""
+        self._slice.retried = True
+
+    def tell(self) -> None:
+        """Its completion has been committed: let the lease go, and say so."""
+        self.is_over = True
+        self._slice.let_go_of_lease()
+        lifecycle.tell_completed(self._slice.job)
+
+    def complete(self) -> SliceResult:
+        """Complete it alone, as `run_slice` does: wait for its row, or find out whose it is."""
+        self.is_over = True
+        return self._slice.finish(self.result)
 
 
 def _observed(kind: Kind, job: Job, run: Callable[[], SliceResult]) -> SliceResult:
@@ -484,18 +527,52 @@ class _Slice:
         keeper: Keeper | None,
         draining: threading.Event | None,
         on_commit: Callable[[], None] | None,
+        *,
+        grouped: bool = False,
     ) -> None:
         self.kind, self.job, self.hold, self.lease = kind, job, hold, hold.lease
+        self.keeper = keeper
+        self.grouped = grouped
+        self.finished: Finished | None = None
         self.patient = keeper is not None
         self.draining = draining
         self.let_go = False
         """Whether the row has no owner any more, though the slice still decides about it."""
         self.retried = False
         self.ctx = SliceContext(kind, job, hold, draining, on_commit)
+        self.wrapper = connections[self.ctx.alias]
 
-    def run(self) -> SliceResult:
+    def run_whole(self) -> SliceResult:
+        """With the lease kept meanwhile, and let go at the end unless that is still to come."""
+        self.hold.begin(self.kind.max_slice_seconds)
+        if self.keeper is not None:
+            self.keeper.hold(self.hold)
+        if self.draining is not None and self.draining.is_set():
+            self.hold.ask_to_stop()
         try:
-            return self._run()
+            return _observed(self.kind, self.job, partial(self._guarded, self._run))
+        finally:
+            if self.finished is None:
+                self.let_go_of_lease()
+
+    def finish(self, result: str | None) -> SliceResult:
+        try:
+            return self._guarded(partial(self._finish, result))
+        finally:
+            self.let_go_of_lease()
+
+    def let_go_of_lease(self) -> None:
+        if self.keeper is not None:
+            self.keeper.let_go(self.hold)
+
+    def _finish(self, result: str | None) -> SliceResult:
+        if self.hold.lost:
+            return self._lost()
+        return self._cancel() if self.hold.cancelled else self._write_completion(result)
+
+    def _guarded(self, act: Callable[[], SliceResult]) -> SliceResult:
+        try:
+            return act()
         except LeaseLost:
             return self._lost()
         except KeyboardInterrupt:
@@ -505,7 +582,9 @@ class _Slice:
 
     def _run(self) -> SliceResult:
         job = self.job
-        if job.cancel_requested_at is not None:
+        if self.hold.lost:
+            return self._lost()
+        if job.cancel_requested_at is not None or self.hold.cancelled:
             return self._cancel()
         if job.verdict is not None:
             return self._decide(job)
@@ -546,7 +625,7 @@ class _Slice:
 
     def _clear(self) -> Leftover:
         """What a step left on the connection must not carry the outcome."""
-        left = database.clear(self.ctx.alias)
+        left = database.clear_connection(self.wrapper)
         if left is not Leftover.NOTHING:
             log("left_on_connection", self.job, level=logging.WARNING, left=left.value)
         return left
@@ -671,6 +750,12 @@ class _Slice:
                 text = jsontext.encode(result, field="result", limit=config.MAX_RESULT_BYTES)
             except InvalidInput as error:
                 return self._refuse("bad_result", str(error))
+        if self.grouped and self.ctx.unwritten() is store.NO_COUNTS and lifecycle.is_plain(self.kind):
+            self.finished = Finished(self, text)
+            return SliceResult(Outcome.COMPLETED)
+        return self._write_completion(text)
+
+    def _write_completion(self, text: str | None) -> SliceResult:
         try:
             job = self._persist(lambda: lifecycle.complete(self.kind, self.lease, text, self.ctx.unwritten()))
         except HookFailed as failure:
@@ -872,7 +957,7 @@ class _Slice:
 
     def _connection(self) -> Any:
         """The driver's own connection: another one after a cut, None where there is none."""
-        return connections[self.ctx.alias].connection
+        return self.wrapper.connection
 
 
 def _is_as_started(job: Job) -> bool:

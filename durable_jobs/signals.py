@@ -53,6 +53,8 @@ job_mirror_stuck = JobSignal()
 
 def send(signal: Signal, job: Job) -> None:
     """Tell the receivers; what one of them raises keeps nothing from the caller."""
+    if not signal.receivers:
+        return
     try:
         answers = signal.send_robust(sender=job.kind, job=job)
     except KeyboardInterrupt:

@@ -160,6 +160,8 @@ class Orphan(NamedTuple):
     verdict: str | None
     redrives_since_commit: int
     overdue: float
+    begun: bool = True
+    """False: claimed ahead of its turn, and neither a beat nor a commit has come since."""
 
 
 class Waiting(NamedTuple):
@@ -199,7 +201,7 @@ _TYPES: dict[str, str] = {
     "except_id": "uuid", "lock_name": "text", "cap": "bigint", "created": "timestamptz",
     "failed_before": "timestamptz", "ended_before": "timestamptz", "after_time": "timestamptz",
     "statuses": "text[]", "budget": "bigint", "early": "boolean", "reach": "float8", "counted": "boolean",
-    "every": "boolean",
+    "every": "boolean", "ahead": "boolean", "orphanings": "int", "results": "text[]",
 }  # fmt: skip
 
 
@@ -227,17 +229,20 @@ def _snippets(vendor: str) -> Mapping[str, str]:
             (SELECT min(m.requested_at) FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id))""",
         "in_scope": "tenant_id = :tenant AND coalesce(organization_id, '') = coalesce(:organization, '')",
         # A request that met a locked row is taken over by the next write that may act on it.
-        "fold": """cancel_requested_at = coalesce({job}.cancel_requested_at,
-                (SELECT min(m.requested_at) FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id)),
-            cancelled_by_id = CASE WHEN {job}.cancel_requested_at IS NULL THEN
+        # Whether there is any mail is asked once a statement, not once a row.
+        "fold": """cancel_requested_at = CASE WHEN {job}.cancel_requested_at IS NULL AND {any_mail} THEN
+                (SELECT min(m.requested_at) FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id)
+                ELSE {job}.cancel_requested_at END,
+            cancelled_by_id = CASE WHEN {job}.cancel_requested_at IS NULL AND {any_mail} THEN
                 (SELECT m.actor_user_id FROM durable_jobs_cancelrequest m WHERE m.job_id = {job}.id
                  ORDER BY m.id LIMIT 1) ELSE {job}.cancelled_by_id END""",
         "counts": """processed_count = coalesce(:processed, processed_count),
             total_count = CASE WHEN :keep_total THEN total_count ELSE :total END,
             progress_message = coalesce(:message, progress_message)""",
-        "unpaused": """NOT EXISTS (SELECT 1 FROM durable_jobs_pause p
-            WHERE (p.queue_name = '' OR p.queue_name = c.queue_name)
-              AND (p.kind = '' OR p.kind = c.kind) AND (p.tenant_id = '' OR p.tenant_id = c.tenant_id))""",
+        "any_mail": "EXISTS (SELECT 1 FROM durable_jobs_cancelrequest)",
+        "unpaused": """(NOT EXISTS (SELECT 1 FROM durable_jobs_pause) OR NOT EXISTS (
+            SELECT 1 FROM durable_jobs_pause p WHERE (p.queue_name = '' OR p.queue_name = c.queue_name)
+              AND (p.kind = '' OR p.kind = c.kind) AND (p.tenant_id = '' OR p.tenant_id = c.tenant_id)))""",
         # Asked of the route, so that a paused backlog is not walked row by row.
         "open": """NOT EXISTS (SELECT 1 FROM durable_jobs_pause p WHERE p.tenant_id = ''
             AND (p.queue_name = '' OR p.queue_name = {queue}) AND (p.kind = '' OR p.kind = {kind}))""",
@@ -277,10 +282,16 @@ def _snippets(vendor: str) -> Mapping[str, str]:
         "paused": """EXISTS (SELECT 1 FROM durable_jobs_pause p
             WHERE (p.queue_name = '' OR p.queue_name = {job}.queue_name)
               AND (p.kind = '' OR p.kind = {job}.kind) AND (p.tenant_id = '' OR p.tenant_id = {job}.tenant_id))""",
-        "take": """status = 'running', lease_owner = :owner, lease_epoch = lease_epoch + 1,
-            attempts = attempts + 1, heartbeat_at = {now}, claimed_at = {now},
+        "take": "{took}, heartbeat_at = {now}",
+        # Claimed ahead of its turn, so that it does not count as begun until a beat or a commit says so. Once
+        # only: what was taken back unbegun is claimed in its turn, or a job that kills its worker is never counted.
+        "take_ahead": "{took}, heartbeat_at = CASE WHEN :ahead AND redrives = 0 THEN NULL ELSE {now} END",
+        "took": """status = 'running', lease_owner = :owner, lease_epoch = lease_epoch + 1,
+            attempts = attempts + 1, claimed_at = {now},
             processed_at_claim = processed_count, started_at = coalesce(started_at, {now}),
             pending_since = NULL, next_run_at = NULL, updated_at = {now}, {fold}""",
+        # What was claimed ahead of its turn has no beat yet; what has ended has begun.
+        "begun": "heartbeat_at = coalesce(heartbeat_at, {now})",
         # an ordinary expired lease, not none, so that every reader of expiry sees the same thing.
         "let_go": "lease_owner = NULL, lease_expires_at = {now}, updated_at = {now}",
         "end": "{end_unmirrored}, domain_mirrored_at = CASE WHEN :mirrored THEN {now} END",
@@ -409,7 +420,7 @@ _ANNOUNCE = _statement("""
 
 # LIMIT is a literal (as a parameter it is planned anew each time), in a few sizes, inside a locking CTE:
 # as a plain `id IN (SELECT … LIMIT 1 …)`, planned on an empty table, one claim took the whole queue.
-_CLAIM_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_CLAIM_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def _claim_next(size: int) -> Statement:
@@ -427,12 +438,12 @@ def _claim_next(size: int) -> Statement:
                 AND c.next_run_at >= coalesce(g.floor, '-infinity') AND {{fit}}
             ORDER BY c.next_run_at LIMIT {size} {{skip_locked}}) ready
         LIMIT {size})
-    UPDATE {{job}} SET {{take}}, lease_expires_at = {{after due.due_ttl}}
+    UPDATE {{job}} SET {{take_ahead}}, lease_expires_at = {{after due.due_ttl}}
     FROM due WHERE {{job}}.id = due.due_id
     RETURNING {{columns}}, due.due_at""",
         # CROSS JOIN keeps SQLite to this order of loops: probes by priority, rows by the index, stop early.
         f"""
-    UPDATE {{job}} SET {{take}},
+    UPDATE {{job}} SET {{take_ahead}},
         lease_expires_at = {{after (SELECT json_extract(g.value, '$[3]') FROM json_each(:probes) g
             WHERE json_extract(g.value, '$[1]') = {{job}}.kind LIMIT 1)}}
     WHERE id IN (
@@ -549,7 +560,7 @@ _SET_PROGRESS = _statement("""
     RETURNING {requested}""")
 
 _YIELD_SLICE = _statement("""
-    UPDATE {job} SET status = 'pending', continuation_seq = continuation_seq + 1, {let_go},
+    UPDATE {job} SET status = 'pending', continuation_seq = continuation_seq + 1, {let_go}, {begun},
         pending_since = {now}, next_run_at = {after :delay}, interruptions = interruptions + :interrupted,
         {fold}, {counts}
     WHERE {owned} RETURNING {columns}""")
@@ -559,7 +570,7 @@ _GIVE_BACK = _statement("""
 # The verdict and the delay come from the counter as it stands under the row's lock: a commit earlier in the
 # slice has reset it. The shift is clamped before it is computed.
 _FAIL_SLICE = _statement("""
-    UPDATE {job} SET {let_go}, consecutive_failures = consecutive_failures + 1,
+    UPDATE {job} SET {let_go}, {begun}, consecutive_failures = consecutive_failures + 1,
         error_class = :error_class, error_code = :code, error_type = :error_type,
         error_message = :error_message,
         verdict = CASE WHEN :error_class = 'unrecoverable' OR verdict = 'unrecoverable' THEN 'unrecoverable'
@@ -569,24 +580,39 @@ _FAIL_SLICE = _statement("""
             THEN (1 << {least}(consecutive_failures, 20)) ELSE 1 END)}, {fold}, {counts}
     WHERE {owned} RETURNING {columns}""")
 _RELEASE_LEASE = _statement("""
-    UPDATE {job} SET {let_go}, next_run_at = {after :delay}, {fold},
+    UPDATE {job} SET {let_go}, {begun}, next_run_at = {after :delay}, {fold},
         redrives_since_commit = redrives_since_commit + :cut_off
     WHERE {owned} RETURNING {columns}""")
 
 _COMPLETE = _statement("""
-    UPDATE {job} SET status = 'completed', {end}, result = :result, error_class = NULL,
+    UPDATE {job} SET status = 'completed', {end}, {begun}, result = :result, error_class = NULL,
         error_code = NULL, error_type = NULL, error_message = NULL, {counts}
     WHERE {owned} AND verdict IS NULL RETURNING {columns}""")
+_COMPLETE_MANY = _statement("""
+    WITH mine AS MATERIALIZED (
+        SELECT * FROM unnest(:ids, :epochs, :results) AS m(mine_id, mine_epoch, mine_result)),
+    locked AS MATERIALIZED (
+        SELECT {job}.id AS locked_id, mine.mine_result FROM {job} JOIN mine
+            ON {job}.id = mine.mine_id AND {job}.lease_epoch = mine.mine_epoch
+        WHERE {job}.status = 'running' AND {job}.lease_owner = :owner AND {job}.verdict IS NULL
+        ORDER BY {job}.id FOR NO KEY UPDATE OF {job} SKIP LOCKED)
+    UPDATE {job} SET status = 'completed', {end}, {begun}, result = locked.mine_result, error_class = NULL,
+        error_code = NULL, error_type = NULL, error_message = NULL
+    FROM locked WHERE {job}.id = locked.locked_id RETURNING {job}.id""")
+_COMPLETE_ONE_OF_MANY = _statement("""
+    UPDATE {job} SET status = 'completed', {end}, {begun}, result = :result, error_class = NULL,
+        error_code = NULL, error_type = NULL, error_message = NULL
+    WHERE {owned} AND verdict IS NULL""")
 # By epoch alone: the failing path has let the lease go before it decides.
 _FAIL_TERMINAL = _statement("""
-    UPDATE {job} SET status = 'failed', {end}, {fold},
+    UPDATE {job} SET status = 'failed', {end}, {begun}, {fold},
         parked_at = CASE WHEN :parked THEN {now} END,
         error_class = coalesce(:error_class, error_class, 'terminal'),
         error_code = coalesce(:code, error_code), error_type = coalesce(:error_type, error_type),
         error_message = coalesce(:error_message, error_message)
     WHERE id = :id AND status = 'running' AND lease_epoch = :epoch RETURNING {columns}""")
 _CANCEL_RUNNING = _statement("""
-    UPDATE {job} SET {cancel}, {counts}
+    UPDATE {job} SET {cancel}, {begun}, {counts}
     WHERE id = :id AND status = 'running' AND lease_epoch = :epoch RETURNING {columns}""")
 
 _REQUEST_CANCEL = _statement(
@@ -632,16 +658,17 @@ _CANCELLING = _statement("""
 # An orphan of paused work waits; its cancel does not.
 _ORPHANS = _statement("""
     SELECT id, kind, tenant_id, organization_id, lease_owner, lease_epoch, lease_expires_at,
-        cancel_requested_at IS NOT NULL OR {mailbox}, verdict, redrives_since_commit, {overdue}
+        cancel_requested_at IS NOT NULL OR {mailbox}, verdict, redrives_since_commit, {overdue},
+        heartbeat_at IS NOT NULL
     FROM {job} {by_running} WHERE status = 'running' AND lease_owner IS NOT NULL AND queue_name <> :manual
         AND lease_expires_at < {before :grace} AND {sweep}
         AND (cancel_requested_at IS NOT NULL OR {mailbox} OR NOT {paused})
     ORDER BY id LIMIT :batch""")
 _TAKE_ORPHAN = _statement("""
     UPDATE {job} SET status = 'pending', {let_go}, lease_epoch = lease_epoch + 1,
-        redrives = redrives + 1, redrives_since_commit = redrives_since_commit + 1,
+        redrives = redrives + 1, redrives_since_commit = redrives_since_commit + :orphanings,
         pending_since = {now}, next_run_at = {after :delay}
-    WHERE {orphan} AND cancel_requested_at IS NULL AND verdict IS NULL AND NOT {mailbox} AND NOT {paused}
+    WHERE {orphan} AND (:orphanings = 1 OR heartbeat_at IS NULL) AND cancel_requested_at IS NULL AND verdict IS NULL AND NOT {mailbox} AND NOT {paused}
     RETURNING {columns}""")
 _PARK_ORPHAN = _statement("""
     UPDATE {job} SET status = 'failed', {end}, parked_at = {now}, error_code = :code,
@@ -654,7 +681,8 @@ _CANCEL_ORPHAN = _statement("""
     WHERE {orphan} AND (cancel_requested_at IS NOT NULL OR {mailbox}) RETURNING {columns}""")
 _DEAD_LEASES = _statement("""
     SELECT id, kind, tenant_id, organization_id, lease_owner, lease_epoch, lease_expires_at,
-        cancel_requested_at IS NOT NULL OR {mailbox}, verdict, redrives_since_commit, {overdue}
+        cancel_requested_at IS NOT NULL OR {mailbox}, verdict, redrives_since_commit, {overdue},
+        heartbeat_at IS NOT NULL
     FROM {job} WHERE status = 'running' AND lease_owner = :owner""")
 _MAILED = _statement("""
     SELECT DISTINCT m.job_id FROM durable_jobs_cancelrequest m JOIN {job} ON {job}.id = m.job_id
@@ -1152,10 +1180,13 @@ def is_due(probes: Sequence[Probe], *, suspects: bool = True) -> bool:
     return bool(_IS_DUE.run(connection, **_probed(probes), suspects=suspects))
 
 
-def claim_next(owner: str, limit: int, probes: Sequence[Probe], *, suspects: bool = True) -> list[Claimed]:
+def claim_next(
+    owner: str, limit: int, probes: Sequence[Probe], *, suspects: bool = True, ahead: bool = False
+) -> list[Claimed]:
     """pending or running without owner, due → running: never more than `limit`, highest priority first.
 
-    `suspects=False` leaves out what was orphaned since its last commit.
+    `suspects=False` leaves out what was orphaned since its last commit. `ahead`: more than can begin at once;
+    what was never redriven then has no heartbeat, and counts as begun only when a beat or a commit has come.
     """
     if not probes or limit < 1:
         return []
@@ -1170,6 +1201,7 @@ def claim_next(owner: str, limit: int, probes: Sequence[Probe], *, suspects: boo
             floors=[probe.floor for probe in ordered],
             ttls=[float(probe.ttl) for probe in ordered],
             suspects=suspects,
+            ahead=ahead,
             **_probed(ordered),
         )
         jobs = _jobs(connection, rows)
@@ -1338,6 +1370,28 @@ def complete(lease: Lease, result: str | None, counts: Counts = NO_COUNTS) -> Jo
     return _one(connection, rows)
 
 
+def complete_many(owner: str, ended: Sequence[tuple[Lease, str | None]]) -> set[UUID]:
+    """running → completed, many leases of one owner, each with its result; the ids of those that were.
+
+    Waits for no row. What somebody has locked, has taken, or has put a verdict on is missing from the answer:
+    complete it alone, which waits or says why. Call it inside the one transaction of the batch.
+    """
+    connection = database.connection()
+    if connection.vendor == "sqlite":
+        rows = [{**_named(lease), "result": result, "mirrored": True} for lease, result in ended]
+        hits = _COMPLETE_ONE_OF_MANY.count_each(connection, rows)
+        return {lease.job_id for (lease, _), hit in zip(ended, hits, strict=True) if hit}
+    found = _COMPLETE_MANY.run(
+        connection,
+        owner=owner,
+        ids=[lease.job_id for lease, _ in ended],
+        epochs=[lease.epoch for lease, _ in ended],
+        results=[result for _, result in ended],
+        mirrored=True,
+    )
+    return {_uuid(row[0]) for row in found}
+
+
 def fail_terminal(
     job_id: UUID, epoch: int, facts: ErrorFacts | None = None, *, parked: bool = False
 ) -> Job | None:
@@ -1419,10 +1473,10 @@ def dead_leases(owner: str) -> list[Orphan]:
 
 
 def _orphan(connection: BaseDatabaseWrapper, row: Sequence[Any]) -> Orphan:
-    job_id, kind, tenant, organization, owner, epoch, expires, cancel, verdict, redrives, overdue = row
+    job_id, kind, tenant, organization, owner, epoch, expires, cancel, verdict, redrives, overdue, begun = row
     return Orphan(
         _uuid(job_id), kind, tenant, organization, owner, epoch, _moment(connection, expires),
-        bool(cancel), verdict, redrives, float(overdue),
+        bool(cancel), verdict, redrives, float(overdue), bool(begun),
     )  # fmt: skip
 
 
@@ -1451,14 +1505,17 @@ def holders(job_id: UUID) -> list[str] | None:
     return [f"pid {pid} ({state}, transaction open for {age:.0f} s)" for pid, state, age in rows]
 
 
-def take_orphan(orphan: Orphan, *, grace: float, delay: float, dead: bool = False) -> Job | None:
+def take_orphan(
+    orphan: Orphan, *, grace: float, delay: float, dead: bool = False, counted: bool = True
+) -> Job | None:
     """orphan of work that is not paused → pending, epoch + 1, redrives + 1, due in `delay` seconds.
 
     Every condition is restated: epoch, expiry, no verdict, no cancel. `dead`: the owner's process is known
-    to have ended, which stands in for expiry and grace.
+    to have ended, which stands in for expiry and grace. Without `counted` only what has not begun, and it uses
+    up no limit.
     """
     connection = database.connection()
-    rows = _TAKE_ORPHAN.run(connection, **_orphaned(orphan, grace, dead), delay=delay)
+    rows = _TAKE_ORPHAN.run(connection, **_orphaned(orphan, grace, dead), delay=delay, orphanings=int(counted))
     return _one(connection, rows)
 
 

@@ -1,5 +1,8 @@
 """A worker process: one thread claims, N threads run slices, others keep leases, listen and repair.
 
+Jobs of kinds without hooks that end together are completed in one transaction, by the claiming thread, which
+claims the next ones with it. Of kinds that end at once it claims more than can begin, so that no thread waits.
+
 It ends by draining: no more claims, running slices are asked to yield, what was claimed and not begun goes
 back. Whatever fails meanwhile, a step, the database or one of its own threads, does not end it.
 """
@@ -18,9 +21,10 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -28,14 +32,14 @@ from django.db import connections
 from django.db.utils import Error as DatabaseError
 
 from durable_jobs import connection as own_connection
-from durable_jobs import database, kinds, store, transports
+from durable_jobs import database, kinds, lifecycle, store, transports
 from durable_jobs.conf import config
 from durable_jobs.keeper import Hold, Keeper
 from durable_jobs.logs import tell
 from durable_jobs.models import CancelRequest, Job, JobEvent, Pause, WorkerProcess
 from durable_jobs.outage import Outage
 from durable_jobs.reconciler import Reconciler
-from durable_jobs.runner import run_slice
+from durable_jobs.runner import Finished, SliceResult, begin_slice
 from durable_jobs.store import Lease
 from durable_jobs.transports.database import Claimer, Listener
 
@@ -58,6 +62,14 @@ LOOK_SECONDS: Final = 0.5
 """How often a full or draining worker looks at its threads."""
 REPORT_SECONDS: Final = 5.0
 IDLE_LOOK_SECONDS: Final = 0.2
+AHEAD_SECONDS: Final = 0.1
+"""So much work, by what jobs of their kind took lately, may be claimed before it can begin."""
+LONGEST_UNBEGUN: Final = 1.0
+"""Seconds after which what was claimed ahead goes back, because something else takes longer than was thought."""
+MOST_TOGETHER: Final = 128
+"""Jobs completed in one transaction."""
+PACE_WEIGHT: Final = 0.1
+GATHER_SECONDS: Final = 0.005
 
 
 def new_owner() -> str:
@@ -74,6 +86,9 @@ class Task:
     suspect: bool
     """Orphaned since its last commit: perhaps it kills processes."""
     thread: str = ""
+    begun: bool = False
+    finished: Finished | None = None
+    since: float = field(default_factory=time.monotonic)
 
     @property
     def lease(self) -> Lease:
@@ -112,6 +127,14 @@ class Worker:
         self._tasks: dict[Task, None] = {}
         self._guard = threading.Lock()
         self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._ended: deque[Task] = deque()
+        """Finished and not yet completed; still leased."""
+        self._pace: dict[str, float] = {}
+        """Seconds that jobs of a kind take, by what they took lately."""
+        self._in_turn_until = 0.0
+        self._low = 0
+        """With no more than so many waiting, the next are claimed."""
+        self._looked_at = 0.0
         self._threads: list[threading.Thread] = []
         self._upkeeper: threading.Thread | None = None
         self._last_round = time.monotonic()
@@ -244,17 +267,129 @@ class Worker:
         return EXIT_DONE
 
     def _round(self) -> bool:
-        """Claim as many as are free; whether any were claimed."""
+        """Complete what has ended and claim what can begin, together where that is possible; whether any began."""
+        self._return_what_waits()
+        self._let_ends_gather()
+        ended = self._take_ended()
         free = self.concurrency - len(self._running())
-        if free < 1:
+        ahead, quick = self._room_ahead(free)
+        if free + ahead < 1:
+            self._complete(ended)
             return False
-        suspects = not self._has_suspect()
+        if ended and self.claimer.counts:
+            self._complete(ended)
+            ended = []
         with self.keeper.claiming():
-            tasks = [self._take(job) for job in self.claimer.claim(free, suspects=suspects)]
+            tasks = [self._take(job) for job in self._complete_and_claim(ended, free, ahead, quick)]
         if not tasks:
             return False
-        self._dispatch(tasks)
+        self._dispatch(tasks, free)
         return True
+
+    def _complete_and_claim(
+        self, ended: list[Task], free: int, ahead: int, quick: Collection[str]
+    ) -> list[Job]:
+        claim = partial(
+            self.claimer.claim, max(free, 0), suspects=not self._has_suspect(), ahead=ahead, quick=quick
+        )
+        if not ended:
+            return claim()
+        claimed: list[Job] = []
+
+        def and_claim() -> None:
+            claimed.extend(claim())
+
+        self._complete(ended, and_claim)
+        return claimed
+
+    # --- ahead of their turn
+
+    def _room_ahead(self, free: int) -> tuple[int, set[str]]:
+        """How many more than `free` may be claimed, and of which kinds."""
+        most = config.PREFETCH
+        if most < 1 or time.monotonic() < self._in_turn_until:
+            return 0, set()
+        pace = {name: seconds for name, seconds in self._pace.items() if self._may_go_ahead(name)}
+        slowest = max(pace.values(), default=math.inf)
+        depth = min(most, int(self.concurrency * AHEAD_SECONDS / max(slowest, 1e-6)))
+        # Not one at a time: when half is left.
+        waiting, self._low = -min(free, 0), depth // 2
+        return (depth - waiting if depth and waiting <= self._low else 0), set(pace)
+
+    def _may_go_ahead(self, name: str) -> bool:
+        """What has perhaps begun may be begun again only where the kind says so; and only if it soon ends."""
+        kind = kinds.find(name)
+        return (
+            kind is not None
+            and kind.orphan_policy == "redrive"
+            and kind.max_running is None
+            and self._pace[name] <= AHEAD_SECONDS
+        )
+
+    def _return_what_waits(self) -> None:
+        """Give back what was claimed ahead and could not begin for long."""
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_SECONDS:
+            return
+        self._looked_at = now
+        if any(not task.begun and now - task.since > LONGEST_UNBEGUN for task in self._running()):
+            self._in_turn_until = now + LONGEST_UNBEGUN
+            self._empty_inbox()
+
+    # --- ends
+
+    def _let_ends_gather(self) -> None:
+        """While the threads have enough before them, wait a little for more to share the transaction."""
+        until = time.monotonic() + GATHER_SECONDS
+        while (
+            self._inbox.qsize() > self._low
+            and 0 < len(self._ended) < MOST_TOGETHER
+            and time.monotonic() < until
+            and not self._stopping.is_set()
+        ):
+            time.sleep(GATHER_SECONDS / 5)
+
+    def _take_ended(self) -> list[Task]:
+        ended: list[Task] = []
+        with suppress(IndexError):
+            while len(ended) < MOST_TOGETHER:
+                ended.append(self._ended.popleft())
+        return ended
+
+    def _complete(self, ended: list[Task], and_then: Callable[[], None] | None = None) -> None:
+        """Complete these jobs in one transaction, with `and_then` in it; what does not go is completed singly."""
+        if not ended:
+            return
+        together = [task for task in ended if task.finished is not None and task.finished.is_wanted]
+        pairs = [(task.finished.lease, task.finished.result) for task in together if task.finished]
+        unit = database.statement if and_then is None else database.transaction
+        try:
+            with unit(database.alias(), what="completions"):
+                done = lifecycle.complete_many(self.owner, pairs)
+                if and_then is not None:
+                    and_then()
+        except BaseException as error:
+            for task in together:
+                if task.finished is not None:
+                    task.finished.doubt()
+            if database.is_outage(error) or database.is_conflict(error):
+                self._ended.extendleft(reversed(ended))
+            else:
+                self._complete_singly(ended)
+            raise
+        counts = self.claimer.counts
+        for task in together:
+            if task.job.id in done and task.finished is not None:
+                task.finished.tell()
+                if counts:
+                    self.claimer.expect(task.job)
+        self._complete_singly([task for task in ended if task.job.id not in done])
+
+    def _complete_singly(self, tasks: list[Task]) -> None:
+        with self._guard:
+            self._tasks.update(dict.fromkeys(tasks))
+        for task in tasks:
+            self._inbox.put(task)
 
     def _take(self, job: Job) -> Task:
         kind = kinds.find(job.kind)
@@ -263,16 +398,24 @@ class Worker:
         self.keeper.hold(hold)
         return Task(job, hold, suspect=job.redrives_since_commit > 0)
 
-    def _dispatch(self, tasks: list[Task]) -> None:
-        """Hand over what may begin: of several suspects one, and only after the others went back."""
+    def _dispatch(self, tasks: list[Task], free: int) -> None:
+        """Hand over what may begin: of several suspects one, and only after the others went back.
+
+        What would count as begun already begins first, and no more of it than there are threads.
+        """
         suspects = [task for task in tasks if task.suspect]
-        for task in suspects[1:]:
-            self._give_back(task, "suspect_given_back")
-        for task in tasks:
-            if task not in suspects[1:]:
-                with self._guard:
-                    self._tasks[task] = None
-                self._inbox.put(task)
+        back = dict.fromkeys(suspects[1:], "suspect_given_back")
+        in_turn = [task for task in tasks if task.job.heartbeat_at is not None and task not in back]
+        if len(in_turn) > max(free, 1):
+            self._in_turn_until = time.monotonic() + LONGEST_UNBEGUN
+            back.update(dict.fromkeys(in_turn[max(free, 1) :], "given_back"))
+        for task, event in back.items():
+            self._give_back(task, event)
+        rest = [task for task in tasks if task not in back]
+        with self._guard:
+            self._tasks.update(dict.fromkeys(rest))
+        for task in sorted(rest, key=lambda task: task.job.heartbeat_at is None):
+            self._inbox.put(task)
 
     def _give_back(self, task: Task, event: str) -> None:
         """Return a job that has not begun; if that fails its lease runs out, or the keeper gives it back."""
@@ -288,13 +431,19 @@ class Worker:
 
     def _wait(self) -> None:
         timeout = IDLE_LOOK_SECONDS if self.until_idle else config.POLL
+        if self._ended:
+            return
         if len(self._running()) >= self.concurrency:
             self.claimer.rest(LOOK_SECONDS)
         else:
             self.claimer.wait(timeout)
 
     def _is_idle(self) -> bool:
-        return not self._running() and not store.unfinished(self.queues, self.claimer.known())
+        return (
+            not self._running()
+            and not self._ended
+            and not store.unfinished(self.queues, self.claimer.known())
+        )
 
     def _running(self) -> list[Task]:
         with self._guard:
@@ -319,23 +468,23 @@ class Worker:
                 finally:
                     with self._guard:
                         self._tasks.pop(task, None)
+                        if task.finished is not None and not task.finished.is_over:
+                            self._ended.append(task)
                     self.claimer.wake()
         finally:
             connections.close_all()
 
     def _run_task(self, task: Task) -> None:
+        connection = None
         try:
-            own_connection.own(threading.current_thread().name.removeprefix("durable-jobs-"))
-            if self._draining.is_set():
+            connection = own_connection.own(threading.current_thread().name.removeprefix("durable-jobs-"))
+            if task.finished is None and (self._draining.is_set() or task.hold.paused):
                 self._give_back(task, "given_back")
                 return
             # A context of its own: what a step sets (language, time zone, variables) ends with it.
-            result = contextvars.Context().run(
-                run_slice, task.job, owner=self.owner, keeper=self.keeper, draining=self._draining
-            )
-            if result.job is not None:
+            result = contextvars.Context().run(self._run_slice, task)
+            if result is not None and result.job is not None:
                 self.claimer.expect(result.job)
-            self.keeper.let_go(task.hold)
         except BaseException as error:
             # Renewed no more and yet known here: the reconciler counts it, so that it has an end.
             task.hold.observe(lost=True)
@@ -343,8 +492,25 @@ class Worker:
             facts = {"job_id": task.job.id, "epoch": task.lease.epoch}
             tell(logger, logging.ERROR, "slice_broke", "the worker goes on", error=error, **facts)
         finally:
-            with suppress(Exception):
-                own_connection.clean()
+            # The runner has just looked at the jobs' own connection before it let the job finish.
+            looked_at = task.finished is not None and not task.finished.is_over
+            if not (looked_at and connection is not None and own_connection.is_alone(connection)):
+                with suppress(Exception):
+                    own_connection.clean()
+
+    def _run_slice(self, task: Task) -> SliceResult | None:
+        """Its result, or None when the job is still to be completed."""
+        if task.finished is not None:
+            return task.finished.complete()
+        task.begun, began = True, time.monotonic()
+        result = begin_slice(task.job, task.hold, self.keeper, self._draining, grouped=config.GROUP_COMMIT)
+        took = time.monotonic() - began
+        name = task.job.kind
+        self._pace[name] = took + (1 - PACE_WEIGHT) * (self._pace.get(name, took) - took)
+        if isinstance(result, Finished):
+            task.finished = result
+            return None
+        return result
 
     # --- upkeep: presence and repair
 
@@ -402,10 +568,16 @@ class Worker:
         self.keeper.ask_to_stop()
         self._empty_inbox()
         deadline = time.monotonic() + self.drain_timeout
-        while (waited_for := self._usable()) and time.monotonic() < deadline:
-            self._report(waited_for, deadline)
-            self.claimer.rest(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
-        left = self._running()
+        while ((waited_for := self._usable()) or self._ended) and time.monotonic() < deadline:
+            try:
+                while ended := self._take_ended():
+                    self._complete(ended)
+            except Exception as error:
+                self.claimer.rest(min(self._outage.seen(error), LOOK_SECONDS))
+            if waited_for:
+                self._report(waited_for, deadline)
+                self.claimer.rest(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
+        left = [*self._running(), *self._ended]
         if code != EXIT_DONE or not left:
             return code
         self._say(f"Not waiting any longer for {_listed(left)}; their leases run out by themselves.")
@@ -419,11 +591,18 @@ class Worker:
         return EXIT_STILL_RUNNING
 
     def _empty_inbox(self) -> None:
+        """Give back what has not begun; what has only to be completed stays."""
+        ended: list[Task] = []
         with suppress(queue.Empty):
             while (task := self._inbox.get_nowait()) is not None:
+                if task.finished is not None:
+                    ended.append(task)
+                    continue
                 self._give_back(task, "given_back")
                 with self._guard:
                     self._tasks.pop(task, None)
+        for task in ended:
+            self._inbox.put(task)
 
     def _usable(self) -> list[Task]:
         hung = {hold.key for hold in self.keeper.overdue}

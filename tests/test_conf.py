@@ -29,6 +29,10 @@ RIGHT = {
     "NOTIFY_DEBOUNCE": [0, 10],
     "LISTEN": [True, False],
     "LISTEN_DSN": [None, "host=db1"],
+    "PREFETCH": [0, 1, 1_000],
+    "GROUP_COMMIT": [True, False],
+    "DIRECT_STATEMENTS": [True, False],
+    "PREPARE": [True, False],
     "MAX_INPUT_BYTES": [2, 10 * 1024 * 1024],
     "MAX_RESULT_BYTES": [2, 10 * 1024 * 1024],
     "MAX_CHECKPOINT_BYTES": [2, 10 * 1024 * 1024],
@@ -69,6 +73,10 @@ WRONG = {
     "NOTIFY_DEBOUNCE": [*NO_NUMBERS, 11],
     "LISTEN": [None, 0, 1, "true", "False", []],
     "LISTEN_DSN": [True, 5, "", " ", {}],
+    "PREFETCH": [*NO_NUMBERS, 1.5, 1_001],
+    "GROUP_COMMIT": [None, 0, 1, "true", []],
+    "DIRECT_STATEMENTS": [None, 0, 1, "true", []],
+    "PREPARE": [None, 0, 1, "true", []],
     "MAX_INPUT_BYTES": [*NO_NUMBERS, 0, 1, 1024.0],
     "MAX_RESULT_BYTES": [*NO_NUMBERS, 0, 1, 1024.0],
     "MAX_CHECKPOINT_BYTES": [*NO_NUMBERS, 0, 1, 1024.0],
@@ -95,6 +103,8 @@ class TestReading:
             assert (config.DRAIN_TIMEOUT, config.UNKNOWN_KIND_GRACE) == (25.0, 86_400.0)
             assert (config.STALLED_AFTER, config.NOTIFY_DEBOUNCE) == (900.0, 0.05)
             assert (config.LISTEN, config.LISTEN_DSN) == (True, None)
+            assert (config.PREFETCH, config.GROUP_COMMIT) == (128, True)
+            assert (config.DIRECT_STATEMENTS, config.PREPARE) == (True, True)
             assert (config.MAX_INPUT_BYTES, config.MAX_RESULT_BYTES) == (1_048_576, 1_048_576)
             assert (config.MAX_CHECKPOINT_BYTES, config.MAX_META_BYTES) == (262_144, 16_384)
             assert (config.RELEASE, config.DEFAULT_QUEUE) == ("", "default")

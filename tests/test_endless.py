@@ -99,7 +99,7 @@ def test_what_a_drain_finds_claimed_and_not_begun_goes_back() -> None:
         worker = Worker(concurrency=2)
         assert worker.owner != new_owner()
         in_the_box, with_a_thread = claimed(worker), claimed(worker)
-        worker._dispatch([in_the_box])
+        worker._dispatch([in_the_box], 2)
         worker._draining.set()
         worker._empty_inbox()
         worker._run_task(with_a_thread)

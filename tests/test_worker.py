@@ -219,15 +219,15 @@ def test_a_slice_thread_whose_runner_breaks_goes_on_and_the_job_is_left_to_the_r
     settings: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings.DURABLE_JOBS = SETTINGS
-    run_slice, broken = worker.run_slice, []
+    begin_slice, broken = worker.begin_slice, []
 
-    def breaks_once(one: Job, **options: Any) -> Any:
+    def breaks_once(one: Job, *rest: Any, **options: Any) -> Any:
         if not broken:
             broken.append(one)
             raise RuntimeError("a bug")
-        return run_slice(one, **options)
+        return begin_slice(one, *rest, **options)
 
-    monkeypatch.setattr(worker, "run_slice", breaks_once)
+    monkeypatch.setattr(worker, "begin_slice", breaks_once)
     first = job("quick", priority=1)
     with RunningHere(concurrency=1):
         second = job("quick")

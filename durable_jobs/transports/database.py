@@ -13,7 +13,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -318,20 +318,23 @@ class Claimer:
 
     # --- from the claiming thread
 
-    def claim(self, limit: int, *, suspects: bool = True) -> list[Job]:
+    def claim(
+        self, limit: int, *, suspects: bool = True, ahead: int = 0, quick: Collection[str] = ()
+    ) -> list[Job]:
         """Claim up to `limit` due jobs, highest priority first.
 
-        `suspects=False` leaves jobs alone that were orphaned since their last commit.
+        `suspects=False` leaves jobs alone that were orphaned since their last commit. `ahead` more while all that
+        may be due is of `quick` kinds: what waits behind them would else wait for nothing.
         """
-        if limit < 1:
+        if limit + ahead < 1:
             return []
         if database.connection().vendor == "sqlite":
-            return self._claim_on_sqlite(limit, suspects)
+            return self._claim_on_sqlite(limit, suspects, ahead, quick)
         self._sweep_if_due()
         probes = self._probes()
         if not probes:
             return []
-        claimed = self._claim_at(probes, limit, suspects)
+        claimed = self._claim_at(probes, limit, suspects, ahead, quick)
         self.answers += 1
         self._note(probes, claimed)
         return [one.job for one in claimed]
@@ -366,6 +369,11 @@ class Claimer:
             if self._kind_names is None or self._kind_names.intersection((kind.name, *kind.aliases)):
                 known.update(dict.fromkeys((kind.name, *kind.aliases), kind))
         return known
+
+    @property
+    def counts(self) -> bool:
+        """Whether a kind to claim has a limit, so that a claim must see what others have committed."""
+        return any(kind.max_running is not None for kind in self.known().values())
 
     def _is_ours(self, pair: Pair) -> bool:
         return self._is_chosen(pair.queue) and pair.kind in self.known()
@@ -426,12 +434,15 @@ class Claimer:
 
     # --- kinds with a limit
 
-    def _claim_at(self, probes: list[Probe], limit: int, suspects: bool) -> list[Claimed]:
+    def _claim_at(
+        self, probes: list[Probe], limit: int, suspects: bool, ahead: int, quick: Collection[str]
+    ) -> list[Claimed]:
         """Kinds without a limit in one statement, the others apart; higher priority first, else by chance."""
         known = self.known()
         limited = [probe for probe in probes if known[probe.kind].max_running is not None]
         if not limited:
-            return store.claim_next(self.owner, limit, probes, suspects=suspects)
+            more = ahead if all(probe.kind in quick for probe in probes) else 0
+            return store.claim_next(self.owner, limit + more, probes, suspects=suspects, ahead=more > 0)
         free = [probe for probe in probes if known[probe.kind].max_running is None]
         top = {id(part): max((probe.priority for probe in part), default=-101) for part in (free, limited)}
         parts = sorted((free, limited), key=lambda part: (-top[id(part)], random.random()))
@@ -495,7 +506,7 @@ class Claimer:
 
     # --- SQLite
 
-    def _claim_on_sqlite(self, limit: int, suspects: bool) -> list[Job]:
+    def _claim_on_sqlite(self, limit: int, suspects: bool, ahead: int, quick: Collection[str]) -> list[Job]:
         version = self._read_version()
         with self._guard:
             changed = self._changed or version != self._version or (suspects and not self._suspects)
@@ -510,7 +521,10 @@ class Claimer:
             self._version = version
             return []
         self._full.clear()  # every commit is seen, so nothing has to be remembered
-        claimed = self._claim_at(probes, limit, suspects)
+        if limit < 1 and not all(probe.kind in quick for probe in probes):
+            self._changed = True
+            return []
+        claimed = self._claim_at(probes, limit, suspects, ahead, quick)
         if not claimed:
             # What is due is of kinds at their limit: only a change makes room.
             self._note(probes, [])

@@ -1,0 +1,465 @@
+"""What makes a worker fast changes nothing about what it leaves: with it and without it the rows are the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from django.db import IntegrityError, InterfaceError, connection, transaction
+
+from durable_jobs import connection as own_connection
+from durable_jobs import database, kinds, lifecycle, service, signals, store
+from durable_jobs.exceptions import TerminalError
+from durable_jobs.keeper import Hold, Keeper
+from durable_jobs.kinds import Cancelled, Done, Kind, Retry, Yield
+from durable_jobs.models import Job, JobEvent
+from durable_jobs.reconciler import Reconciler
+from durable_jobs.runner import SliceContext, SliceResult, begin_slice
+from durable_jobs.store import Lease, Probe
+from durable_jobs.worker import Worker
+from tests import fast_kinds
+from tests.connections import OtherConnection
+from tests.postgres import wait_until
+from tests.processes import Process, Processes
+from tests.slices import change
+from tests.test_worker import RunningHere
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+SETTINGS = {"POLL": 0.1, "TICK": 0, "GRACE": 0.5}
+SLOW = {"PREFETCH": 0, "GROUP_COMMIT": False, "DIRECT_STATEMENTS": False, "PREPARE": False}
+GATE = threading.Event()
+MOMENTS = {
+    field.attname for field in Job._meta.concrete_fields if field.get_internal_type() == "DateTimeField"
+}
+OWN = {"id", "subject_id", "lease_owner"}
+
+
+class Fast(Kind):
+    """Ends at once, in the way that its input says."""
+
+    name = "fast.any"
+    queue = "fast"
+    orphan_policy = "redrive"
+    retry = Retry(failures=2, first_delay=0.3, longest_delay=0.3)
+
+    def step(self, ctx: SliceContext) -> Any:
+        how = ctx.input
+        if how == "yield" and not ctx.checkpoint:
+            ctx.save_checkpoint({"at": 1}, advance=2, total=3)
+            return Yield()
+        if how == "terminal":
+            raise TerminalError("no", code="no")
+        if how == "fail":
+            raise ValueError("not yet")
+        if how == "cancel":
+            return Cancelled()
+        if how == "progress":
+            ctx.progress(processed=4, message="half")
+        if how == "nothing":
+            return None
+        if how == "wait":
+            GATE.wait(20)
+        if how == "slow":
+            time.sleep(0.03)
+        return Done({"said": how} if how != "none" else None)
+
+
+class Told(Fast):
+    name = "fast.told"
+    told: list[Any] = []
+
+    def after_transition(self, job: Job) -> None:
+        self.told.append((job.id, job.status, connection.in_atomic_block))
+
+
+class Careful(Fast):
+    """Parks what its worker leaves behind."""
+
+    name = "fast.careful"
+    orphan_policy = "park"
+
+
+@pytest.fixture(autouse=True)
+def registered(settings: Any) -> Iterator[None]:
+    settings.DURABLE_JOBS = SETTINGS
+    GATE.clear()
+    Told.told.clear()
+    for kind in (Fast, Told, Careful):
+        kinds.register(kind)
+    yield
+    GATE.set()
+    for kind in (Fast, Told, Careful):
+        kinds.unregister(kind.name)
+
+
+def start(how: str = "done", kind: type[Kind] = Fast, **options: Any) -> Job:
+    return service.start(kind, how, **options).job
+
+
+def now(job: Job) -> Job:
+    return Job.objects.get(pk=job.pk)
+
+
+def ended(*jobs: Job) -> bool:
+    return not Job.objects.filter(id__in=[job.id for job in jobs], finished_at=None).exists()
+
+
+def left_behind() -> tuple[list[Any], list[Any]]:
+    """Every row without what no two runs share, and which moments it has; its history."""
+    rows = []
+    for job in Job.objects.order_by("created_at", "id"):
+        row = {field.attname: getattr(job, field.attname) for field in Job._meta.concrete_fields}
+        rows.append(
+            {
+                name: bool(value) if name in MOMENTS else value
+                for name, value in row.items()
+                if name not in OWN
+            }
+        )
+    order = list(Job.objects.order_by("created_at", "id").values_list("id", flat=True))
+    events = [
+        (
+            order.index(event.job_id),
+            event.event,
+            event.code,
+            event.error_type,
+            event.message,
+            event.seq,
+            event.epoch,
+        )
+        for event in JobEvent.objects.order_by("id")
+    ]
+    return rows, sorted(events)
+
+
+WAYS = ("done", "none", "yield", "fail", "terminal", "cancel", "progress", "nothing")
+
+
+def test_both_ways_leave_the_same_rows(settings: Any) -> None:
+    """Every way in which a slice can end, with each fast path off, and with all of them."""
+    expected = left_by({})
+    for off in ({name: SLOW[name]} for name in SLOW):
+        settings.DURABLE_JOBS = {**SETTINGS, **off}
+        assert left_by(off) == expected, off
+    settings.DURABLE_JOBS = {**SETTINGS, **SLOW}
+    assert left_by(SLOW) == expected
+
+
+def left_by(off: Any) -> Any:
+    for kind in (Fast, Told, Careful):
+        for how in WAYS:
+            start(how, kind, lock_key=f"{kind.name} {how}", meta={"a": 1})
+    for _ in range(12):
+        start()
+    assert Worker(queues=["fast"], concurrency=2, until_idle=True).run() == 0
+    assert {status for _, status, _ in Told.told} == {"completed", "failed", "cancelled"}
+    assert not any(in_block for _, _, in_block in Told.told)
+    found = left_behind()
+    with connection.cursor() as cursor:
+        cursor.execute("DELETE FROM durable_jobs_event")
+        cursor.execute("DELETE FROM durable_jobs_job")
+    return found
+
+
+# --- ends that share a transaction
+
+
+def running(how: str = "done", owner: str = "me", **options: Any) -> tuple[Job, Lease]:
+    job = start(how, **options)
+    claimed = store.claim(job.id, 0, 0, owner, 60.0)
+    assert isinstance(claimed, Job)
+    return claimed, Lease(job.id, owner, claimed.lease_epoch, 60.0)
+
+
+def complete_together(*ends: tuple[Lease, str | None]) -> set[Any]:
+    with transaction.atomic():
+        return store.complete_many("me", list(ends))
+
+
+def test_of_many_only_what_is_still_ours_is_completed() -> None:
+    (fine, a), (stolen, b), (judged, c), (gone, d) = (running() for _ in range(4))
+    change(stolen, lease_owner="thief", lease_epoch=9, attempts=1)
+    change(judged, verdict="unrecoverable")
+    change(gone, lease_epoch=2, attempts=1)
+    assert complete_together((a, '{"x":1}'), (b, None), (c, None), (d, None)) == {fine.id}
+    done = now(fine)
+    assert (done.status, done.result, done.lease_owner) == ("completed", {"x": 1}, None)
+    assert done.domain_mirrored_at and done.finished_at
+    assert {now(job).status for job in (stolen, judged, gone)} == {"running"}
+
+
+def test_what_is_completed_with_others_is_as_if_it_was_alone() -> None:
+    (one, lease), (other, also) = running(), running()
+    complete_together((lease, '"r"'), (also, None))
+    (alone, third) = running()
+    lifecycle.complete(kinds.get(Fast), third, '"r"')
+    rows = [
+        {
+            f.attname: getattr(job, f.attname)
+            for f in Job._meta.concrete_fields
+            if f.attname not in MOMENTS | OWN
+        }
+        for job in (now(one), now(alone))
+    ]
+    assert rows[0] == rows[1]
+    assert now(other).result is None
+
+
+@pytest.mark.postgres_only
+def test_a_row_that_somebody_holds_keeps_no_other_from_its_end(second_connection: OtherConnection) -> None:
+    (held, a), (free, b) = running(), running()
+    second_connection.enter(transaction.atomic())
+    second_connection.run(Job.objects.select_for_update().get, pk=held.pk)
+    assert complete_together((a, None), (b, None)) == {free.id}
+    second_connection.leave()
+    assert complete_together((a, None)) == {held.id}
+
+
+@pytest.mark.postgres_only
+def test_the_worker_completes_alone_what_was_held_and_goes_on_meanwhile(
+    second_connection: OtherConnection,
+) -> None:
+    first = start("wait")
+    with RunningHere(queues=["fast"], concurrency=4):
+        wait_until(lambda: now(first).status == "running", 5, "not begun")
+        second_connection.enter(transaction.atomic())
+        second_connection.run(Job.objects.select_for_update().get, pk=first.pk)
+        GATE.set()
+        others = [start() for _ in range(20)]
+        wait_until(lambda: ended(*others), 10, "the others wait")
+        assert now(first).status == "running"
+        second_connection.leave()
+        wait_until(lambda: ended(first), 10, "not completed afterwards")
+    assert now(first).status == "completed" and now(first).attempts == 1
+
+
+def test_a_batch_that_fails_is_completed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    complete_many, calls = lifecycle.complete_many, []
+
+    def fails(owner: str, ends: Any) -> Any:
+        calls.append(len(ends))
+        raise IntegrityError("a check that does not hold")
+
+    monkeypatch.setattr(lifecycle, "complete_many", fails)
+    jobs = [start() for _ in range(6)]
+    assert Worker(queues=["fast"], concurrency=2, until_idle=True).run() == 0
+    assert calls
+    assert {now(job).status for job in jobs} == {"completed"}
+    assert {now(job).attempts for job in jobs} == {1}
+    monkeypatch.setattr(lifecycle, "complete_many", complete_many)
+
+
+def test_a_batch_whose_commit_was_answered_by_silence_loses_no_lease(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Committed, and then the answer was lost: what had been written is not told as somebody else's."""
+    lost = []
+
+    def losing(unit: Any) -> Any:
+        @contextmanager
+        def unit_whose_answer_is_lost(using: str, **options: Any) -> Iterator[Any]:
+            with unit(using, **options) as opened:
+                yield opened
+            if options.get("what") == "completions" and not lost:
+                lost.append(options)
+                raise InterfaceError("the connection was cut")
+
+        return unit_whose_answer_is_lost
+
+    monkeypatch.setattr(database, "statement", losing(database.statement))
+    monkeypatch.setattr(database, "transaction", losing(database.transaction))
+    jobs = [start() for _ in range(4)]
+    assert Worker(queues=["fast"], concurrency=8, until_idle=True).run() == 0
+    assert lost
+    assert {(now(job).status, now(job).attempts) for job in jobs} == {("completed", 1)}
+    assert "lease_lost" not in caplog.text
+
+
+def test_nothing_is_told_before_the_commit_and_a_receiver_is_told_of_the_end() -> None:
+    seen: list[Any] = []
+
+    def receive(sender: Any, job: Job, **rest: Any) -> None:
+        seen.append((job.status, store.get(job.id).status, connection.in_atomic_block))  # type: ignore[union-attr]
+
+    signals.job_completed.connect(receive, sender=Fast.name)
+    try:
+        jobs = [start() for _ in range(5)]
+        assert Worker(queues=["fast"], concurrency=2, until_idle=True).run() == 0
+    finally:
+        signals.job_completed.disconnect(receive, sender=Fast.name)
+    assert seen == [("completed", "completed", False)] * len(jobs)
+
+
+# --- jobs claimed ahead of their turn
+
+
+def claim_ahead(limit: int = 8) -> list[Job]:
+    probes = [Probe("fast", Fast.name, 0, None, 60.0)]
+    return [one.job for one in store.claim_next("me", limit, probes, ahead=True)]
+
+
+def test_what_is_claimed_ahead_has_not_begun_unless_it_was_redriven() -> None:
+    fresh, redriven = start(), start()
+    change(redriven, redrives=1)
+    beaten = {job.id: job.heartbeat_at for job in claim_ahead()}
+    assert beaten[fresh.id] is None and beaten[redriven.id] is not None
+    store.beat_many("me", [Lease(fresh.id, "me", 1, 60.0)])
+    assert now(fresh).heartbeat_at is not None
+
+
+def test_the_end_of_a_worker_is_not_counted_against_what_had_not_begun() -> None:
+    fresh, begun = start(), start()
+    claim_ahead()
+    store.beat_many("me", [Lease(begun.id, "me", 1, 60.0)])
+    orphans = {orphan.id: orphan for orphan in store.dead_leases("me")}
+    assert (orphans[fresh.id].begun, orphans[begun.id].begun) == (False, True)
+    assert store.take_orphan(orphans[begun.id], grace=0, delay=0, dead=True, counted=False) is None
+    report = Reconciler("mender").repair_dead("me")
+    assert report.redriven == 2
+    assert (now(fresh).redrives, now(fresh).redrives_since_commit) == (1, 0)
+    assert (now(begun).redrives, now(begun).redrives_since_commit) == (1, 1)
+
+
+def most_running(act: Callable[[], bool], timeout: float) -> int:
+    most, end = 0, time.monotonic() + timeout
+    while not act():
+        assert time.monotonic() < end
+        most = max(most, Job.objects.filter(status="running").count())
+    return most
+
+
+def test_only_kinds_that_end_at_once_and_may_be_repeated_are_claimed_ahead() -> None:
+    for kind, how, limit in ((Careful, "slow", 4), (Fast, "slow", 100)):
+        jobs = [start(how, kind) for _ in range(60)]
+        with RunningHere(queues=["fast"], concurrency=2):
+            most = most_running(lambda jobs=jobs: ended(*jobs), 30)  # type: ignore[misc]
+        assert most <= limit, kind
+        if kind is Fast:
+            assert most > 2
+
+
+def test_a_drain_gives_back_what_was_claimed_ahead(settings: Any) -> None:
+    jobs = [start("slow") for _ in range(100)]
+    with RunningHere(queues=["fast"], concurrency=2):
+        wait_until(lambda: Job.objects.filter(status="completed").count() > 5, 10, "nothing ends")
+        wait_until(lambda: Job.objects.filter(status="running", heartbeat_at=None).exists(), 10, "none ahead")
+    states = Counter(now(job).status for job in jobs)
+    assert set(states) == {"completed", "pending"}
+    assert not Job.objects.exclude(interruptions=0, redrives=0, consecutive_failures=0).exists()
+
+
+def test_what_waits_behind_a_long_job_goes_back_to_others() -> None:
+    quick = [start() for _ in range(30)]
+    with RunningHere(queues=["fast"], concurrency=1):
+        wait_until(lambda: ended(*quick), 10, "not warm")
+        long = start("wait")
+        behind = [start() for _ in range(10)]
+        wait_until(lambda: now(long).status == "running", 5, "not begun")
+        with RunningHere(queues=["fast"], concurrency=1):
+            wait_until(lambda: ended(*behind), 10, "they wait for the long one")
+        assert not ended(long)
+        GATE.set()
+    assert now(long).status == "completed"
+
+
+def test_a_cancel_that_comes_while_a_job_waits_its_turn_is_obeyed() -> None:
+    job = start()
+    (claimed,) = claim_ahead()
+    hold = Hold(Lease(job.id, "me", claimed.lease_epoch, 60.0))
+    service.cancel(job.id)
+    hold.observe(cancel=True)
+    result = begin_slice(claimed, hold, Keeper("me"), grouped=True)
+    assert isinstance(result, SliceResult) and result.outcome == "cancelled"
+    assert now(job).status == "cancelled"
+
+
+# --- poison
+
+
+def test_what_was_claimed_with_a_job_that_kills_its_worker_is_not_taken_for_poison(
+    processes: Processes,
+) -> None:
+    """200 quick jobs, and one in their midst that kills whoever runs it, three workers without a supervisor."""
+    settings = {**SETTINGS, "DISCOVER": ["fast_kinds"], "TICK": 0.2, "GRACE": 0.2}
+    for kind in fast_kinds.KINDS:
+        kinds.register(kind)
+    try:
+        jobs = [service.start("fast.quick").job for _ in range(100)]
+        killer = service.start("fast.killer").job
+        jobs += [service.start("fast.quick").job for _ in range(100)]
+        deadline = time.monotonic() + 90
+        worker: Process | None = None
+        while not ended(*jobs, killer):
+            assert time.monotonic() < deadline
+            if worker is None or not worker.running:
+                worker = processes.manage("runworker", "--concurrency", "2", settings=settings)
+            time.sleep(0.05)
+        assert worker is not None
+        worker.terminate()
+        worker.wait(15)
+    finally:
+        for kind in fast_kinds.KINDS:
+            kinds.unregister(kind.name)
+    assert (now(killer).status, now(killer).error_code) == ("failed", "poison")
+    assert {now(job).status for job in jobs} == {"completed"}
+    # Beside the killer runs one other thread: what that had begun is counted, nothing else.
+    counted = JobEvent.objects.filter(event="orphaned").exclude(job_id=killer.id)
+    assert sum("begun" not in event.data for event in counted) <= killer_deaths(killer)
+
+
+def killer_deaths(killer: Job) -> int:
+    return JobEvent.objects.filter(job_id=killer.id, event__in=["orphaned", "parked"]).count()
+
+
+# --- statements past Django's cursors
+
+
+@pytest.mark.postgres_only
+def test_the_project_s_own_statements_are_left_as_they_are() -> None:
+    own_connection.own("test")
+    try:
+        start()
+        raw = connection.connection
+        with connection.cursor() as cursor:
+            for _ in range(10):
+                cursor.execute("SELECT %s", [1])
+        assert claim_ahead()
+        names = list(raw.execute("SELECT statement FROM pg_prepared_statements"))
+        assert names and all("durable_jobs_" in text for (text,) in names)
+    finally:
+        own_connection.disown()
+
+
+@pytest.mark.postgres_only
+def test_a_prepared_statement_that_was_taken_away_is_done_without() -> None:
+    """As a pooler does that gives each transaction another server connection."""
+    own_connection.own("test")
+    try:
+        job = start()
+        assert store.get(job.id) is not None
+        with connection.cursor() as cursor:
+            cursor.execute("DO $$ BEGIN EXECUTE 'DEALLOCATE ALL'; END $$")
+        assert store.get(job.id) is not None
+        assert store.get(job.id) is not None
+    finally:
+        own_connection.disown()
+
+
+@pytest.mark.postgres_only
+def test_nothing_is_prepared_where_the_project_says_so(settings: Any) -> None:
+    settings.DURABLE_JOBS = {**SETTINGS, "PREPARE": False}
+    own_connection.own("test")
+    try:
+        job = start()
+        for _ in range(3):
+            assert store.get(job.id) is not None
+        count = connection.connection.execute("SELECT count(*) FROM pg_prepared_statements").fetchone()
+        assert count == (0,)
+    finally:
+        own_connection.disown()
