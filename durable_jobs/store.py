@@ -1235,6 +1235,18 @@ def announce(
         return _jobs(connection, rows)
 
 
+def renew_plans() -> None:
+    """Let the planner look at the table anew, and forget the plans that this connection has prepared (PostgreSQL).
+
+    A plan that was made while the table was nearly empty is kept until then, and walks whatever has come since.
+    """
+    connection = database.connection()
+    if connection.vendor == "postgresql":
+        with connection.cursor() as cursor:
+            cursor.execute("ANALYZE durable_jobs_job")
+            cursor.execute("DEALLOCATE ALL")
+
+
 def give_back(lease: Lease) -> Job | None:
     """running → pending with the same seq: claimed and not begun. Counts nothing."""
     with database.statement(database.alias(), what="give_back") as connection:

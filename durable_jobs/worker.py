@@ -268,7 +268,7 @@ class Worker:
 
     def _round(self) -> bool:
         """Complete what has ended and claim what can begin, together where that is possible; whether any began."""
-        self._return_what_waits()
+        self._look_around()
         self._let_ends_gather()
         ended = self._take_ended()
         free = self.concurrency - len(self._running())
@@ -326,12 +326,13 @@ class Worker:
             and self._pace[name] <= AHEAD_SECONDS
         )
 
-    def _return_what_waits(self) -> None:
-        """Give back what was claimed ahead and could not begin for long."""
+    def _look_around(self) -> None:
+        """Now and then: plans that are doubtful, and jobs that were claimed ahead and could not begin for long."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_SECONDS:
             return
         self._looked_at = now
+        self.claimer.renew_doubtful_plans()
         if any(not task.begun and now - task.since > LONGEST_UNBEGUN for task in self._running()):
             self._in_turn_until = now + LONGEST_UNBEGUN
             self._empty_inbox()

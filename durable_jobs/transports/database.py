@@ -38,6 +38,9 @@ SWEEP_SECONDS = 1.0
 SWEEP_SHARE = 20
 """A sweep waits for this many times its own last duration."""
 LONG_WALK_SECONDS = 0.02
+LONG_CLAIM_SECONDS, LONG_CLAIM_SECONDS_EACH = 0.02, 0.001
+PLANS_SECONDS = 300.0
+"""Plans are made anew at most this often."""
 LISTEN_SECONDS = 0.5
 DUE_MARGIN = 0.002
 
@@ -279,6 +282,8 @@ class Claimer:
         self._full: dict[tuple[str, Scope], float] = {}
         """Kinds and scopes at their limit, until a monotonic time; an end seen here is sooner."""
         self._walk_at: dict[Pair, float] = {}
+        self._plans_doubted = False
+        self._plans_renewed = -math.inf
         self.answers = 0
         """How often the database has answered; a look that needs no question says nothing about it."""
 
@@ -334,10 +339,24 @@ class Claimer:
         probes = self._probes()
         if not probes:
             return []
+        began = time.monotonic()
         claimed = self._claim_at(probes, limit, suspects, ahead, quick)
+        self._time_claim(time.monotonic() - began, len(claimed))
         self.answers += 1
         self._note(probes, claimed)
         return [one.job for one in claimed]
+
+    def _time_claim(self, took: float, jobs: int) -> None:
+        if took > LONG_CLAIM_SECONDS + jobs * LONG_CLAIM_SECONDS_EACH:
+            self._plans_doubted = True
+
+    def renew_doubtful_plans(self) -> None:
+        """Outside a transaction, after a claim that took long: perhaps it goes by a plan for another table."""
+        now = time.monotonic()
+        if self._plans_doubted and now >= self._plans_renewed + PLANS_SECONDS:
+            self._plans_renewed = now
+            store.renew_plans()
+        self._plans_doubted = False
 
     def next_due(self) -> float:
         """Seconds until the earliest row that is known to be due later; infinite when none is known."""
