@@ -588,7 +588,9 @@ _COMPLETE = _statement("""
     UPDATE {job} SET status = 'completed', {end}, {begun}, result = :result, error_class = NULL,
         error_code = NULL, error_type = NULL, error_message = NULL, {counts}
     WHERE {owned} AND verdict IS NULL RETURNING {columns}""")
-_COMPLETE_MANY = _statement("""
+# On PostgreSQL all at once, and waiting for none; on SQLite, where nobody else can hold one, row by row.
+_COMPLETE_MANY = _statement(
+    """
     WITH mine AS MATERIALIZED (
         SELECT * FROM unnest(:ids, :epochs, :results) AS m(mine_id, mine_epoch, mine_result)),
     locked AS MATERIALIZED (
@@ -598,11 +600,12 @@ _COMPLETE_MANY = _statement("""
         ORDER BY {job}.id FOR NO KEY UPDATE OF {job} SKIP LOCKED)
     UPDATE {job} SET status = 'completed', {end}, {begun}, result = locked.mine_result, error_class = NULL,
         error_code = NULL, error_type = NULL, error_message = NULL
-    FROM locked WHERE {job}.id = locked.locked_id RETURNING {job}.id""")
-_COMPLETE_ONE_OF_MANY = _statement("""
+    FROM locked WHERE {job}.id = locked.locked_id RETURNING {job}.id""",
+    """
     UPDATE {job} SET status = 'completed', {end}, {begun}, result = :result, error_class = NULL,
         error_code = NULL, error_type = NULL, error_message = NULL
-    WHERE {owned} AND verdict IS NULL""")
+    WHERE {owned} AND verdict IS NULL""",
+)
 # By epoch alone: the failing path has let the lease go before it decides.
 _FAIL_TERMINAL = _statement("""
     UPDATE {job} SET status = 'failed', {end}, {begun}, {fold},
@@ -1391,7 +1394,7 @@ def complete_many(owner: str, ended: Sequence[tuple[Lease, str | None]]) -> set[
     connection = database.connection()
     if connection.vendor == "sqlite":
         rows = [{**_named(lease), "result": result, "mirrored": True} for lease, result in ended]
-        hits = _COMPLETE_ONE_OF_MANY.count_each(connection, rows)
+        hits = _COMPLETE_MANY.count_each(connection, rows)
         return {lease.job_id for (lease, _), hit in zip(ended, hits, strict=True) if hit}
     found = _COMPLETE_MANY.run(
         connection,
