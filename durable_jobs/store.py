@@ -1530,7 +1530,9 @@ def take_orphan(
     up no limit.
     """
     connection = database.connection()
-    rows = _TAKE_ORPHAN.run(connection, **_orphaned(orphan, grace, dead), delay=delay, orphanings=int(counted))
+    rows = _TAKE_ORPHAN.run(
+        connection, **_orphaned(orphan, grace, dead), delay=delay, orphanings=int(counted)
+    )
     return _one(connection, rows)
 
 
