@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
-from durable_jobs.kinds import Done, Kind, StatusMirror, register
+from django.db.models import F
+
+from benchmarks.models import Thing
+from durable_jobs.kinds import BatchKind, Done, Kind, StatusMirror, register
 
 
 @register
@@ -45,3 +49,28 @@ class Parking(Noop):
 
     name = "bench.parking"
     orphan_policy = "park"
+
+
+@register
+class Clock(Noop):
+    """Tells when it began."""
+
+    name = "bench.clock"
+
+    def step(self, ctx: Any) -> Done:
+        return Done(time.time())
+
+
+@register
+class Batches(BatchKind):
+    """Writes every thing once."""
+
+    name = "bench.batches"
+    queue = "bench"
+    batch_size = 500
+
+    def collection(self, ctx: Any) -> Any:
+        return Thing.objects.order_by("pk")
+
+    def process(self, ctx: Any, batch: Any) -> None:
+        Thing.objects.filter(pk__in=[thing.pk for thing in batch]).update(count=F("count") + 1)

@@ -1,0 +1,85 @@
+"""`make bench-slices`: rows a second through a `BatchKind` that writes each, against the same writes in a plain loop."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.drain import fill
+from benchmarks.harness import Contestant
+
+ROWS, BATCH = 100_000, 500
+
+
+def loop(*, rows: int) -> dict[str, Any]:
+    """Keyset pages of 500, and in one transaction with each: its writes and a cursor in a row of the project."""
+    from django.db import transaction
+    from django.db.models import F
+
+    from benchmarks.models import Thing
+
+    begun, last, done = time.perf_counter(), None, 0
+    cursor = Thing.objects.create()
+    things = Thing.objects.order_by("pk").exclude(pk=cursor.pk)
+    while True:
+        with transaction.atomic():
+            page = list((things if last is None else things.filter(pk__gt=last))[:BATCH])
+            if not page:
+                break
+            Thing.objects.filter(pk__in=[thing.pk for thing in page]).update(count=F("count") + 1)
+            last, done = page[-1].pk, done + len(page)
+            Thing.objects.filter(pk=cursor.pk).update(count=done)
+    return {"value": done / (time.perf_counter() - begun), "rows": done}
+
+
+def durable(*, rows: int) -> dict[str, Any]:
+    """One job, with lease, fence, checkpoint and keeper."""
+    from benchmarks.models import Thing
+    from durable_jobs import service
+    from durable_jobs.models import Job
+    from durable_jobs.worker import Worker
+
+    service.start("bench.batches")
+    assert Worker(queues=["bench"], concurrency=1, until_idle=True).run() == 0
+    job = Job.objects.get()
+    assert job.status == "completed", job.error_message
+    assert not Thing.objects.exclude(count=1).exists()
+    first = job.claimed_at if job.attempts == 1 else job.started_at
+    return {"value": rows / (job.finished_at - first).total_seconds(), "rows": rows}
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--rows", type=int, default=ROWS)
+    options = parser.parse_args()
+    harness.setup()
+    given = {"rows": options.rows}
+    contestants = [
+        Contestant("plain loop", "loop", given),
+        Contestant("durable_jobs, BatchKind", "durable", given, floor="plain loop"),
+    ]
+    with harness.databases():
+        result = harness.compare(
+            f"rows a second, {BATCH} a batch", "benchmarks.slices", contestants, rounds=options.rounds,
+            prepare=lambda: prepare(options.rows),
+        )  # fmt: skip
+        harness.keep("slices", [result])
+    return 0
+
+
+def prepare(rows: int) -> None:
+    """Things without jobs."""
+    from django.db import connection
+
+    fill(rows)
+    with connection.cursor() as cursor:
+        cursor.execute("DELETE FROM durable_jobs_job")
+        if connection.vendor == "postgresql":
+            cursor.execute("VACUUM ANALYZE durable_jobs_job")
+            cursor.execute("VACUUM ANALYZE benchmarks_thing")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
