@@ -12,7 +12,7 @@ DB ?= sqlite
 unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sqlite test-postgres test-e2e prove explore mutate soak test-tasks test-brokers test-wheel test-tutorial test-api-fuzz messages screenshots bench-admin bench-rest lint format wheel demo serve clean
+.PHONY: help install test test-sqlite test-postgres test-e2e prove explore mutate soak test-tasks test-brokers test-wheel test-tutorial test-api-fuzz messages screenshots bench bench-drain bench-pickup bench-start bench-heartbeat bench-slices bench-million bench-admin bench-rest lint format wheel demo serve clean
 
 help:  ## Explain the targets
 	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
@@ -49,6 +49,31 @@ screenshots: install  ## Take the pictures in docs/img, light and dark
 
 bench-admin: install  ## Time the screens over 1,000,000 jobs on PostgreSQL, and redrive 20,000 at once
 	$(PY) -m tests.postgres run -- $(PY) -m benchmarks.admin $(ARGS)
+
+bench: bench-drain bench-pickup bench-start bench-heartbeat bench-slices  ## Measure speed on PostgreSQL and SQLite, against bare SQL in the same run
+
+bench-drain: install  ## How many no-op jobs a second, against the bare statements on the same table
+	$(PY) -m tests.postgres run --durable -- $(PY) -m benchmarks.drain $(ARGS)
+	env -u DATABASE_URL $(PY) -m benchmarks.drain $(ARGS)
+
+bench-pickup: install  ## From the commit of a start to the first line of its step, by an idle worker
+	$(PY) -m tests.postgres run --durable -- $(PY) -m benchmarks.pickup $(ARGS)
+	env -u DATABASE_URL $(PY) -m benchmarks.pickup $(ARGS)
+
+bench-start: install  ## Starts a second: one by one, 10,000 at once, eight clients
+	$(PY) -m tests.postgres run --durable -- $(PY) -m benchmarks.start $(ARGS)
+	env -u DATABASE_URL $(PY) -m benchmarks.start $(ARGS)
+
+bench-heartbeat: install  ## Renew 1,000 leases in one statement
+	$(PY) -m tests.postgres run --durable -- $(PY) -m benchmarks.heartbeat $(ARGS)
+	env -u DATABASE_URL $(PY) -m benchmarks.heartbeat $(ARGS)
+
+bench-slices: install  ## Rows a second through a BatchKind, against a plain loop
+	$(PY) -m tests.postgres run --durable -- $(PY) -m benchmarks.slices $(ARGS)
+	env -u DATABASE_URL $(PY) -m benchmarks.slices $(ARGS)
+
+bench-million: install  ## A drain beside a million finished, scheduled, foreign and unknown jobs, and an old snapshot
+	$(PY) -m tests.postgres run --durable -- $(PY) -m benchmarks.million $(ARGS)
 
 prove: install  ## Prove repair, cancel and the crowd with the default leases, and 100,000 random acts against the state chart (40 minutes)
 	env -u DATABASE_URL DURABLE_JOBS_PROVE=1 $(PY) -m pytest tests/operate tests/model $(ARGS)
