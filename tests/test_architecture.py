@@ -64,7 +64,7 @@ OPTIONAL = {
     "prometheus_client": ("metrics", "rest"),
     "opentelemetry": ("telemetry",),
     "django_tasks": ("tasks",),
-    "psycopg": ("transports",),
+    "psycopg": ("transports", "database"),
     "pytest": ("testing",),
     "rich": ("management",),
 }
