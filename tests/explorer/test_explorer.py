@@ -38,8 +38,6 @@ def stage(registry: None, monkeypatch: pytest.MonkeyPatch, settings: Any) -> Ite
     # No other process is there to leave the file to.
     monkeypatch.setattr(database, "BUSY_LIMIT_SECONDS", float("inf"))
     rows.users.clear()
-    pairs.alone.cache_clear()
-    pairs.which_match.cache_clear()
     for kind in scripts.KINDS:
         kinds.register(kind)
     logging.disable(logging.CRITICAL)
