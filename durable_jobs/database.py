@@ -536,8 +536,19 @@ def _server_cursor(connection: BaseDatabaseWrapper) -> Any:
     cursor = psycopg.Cursor(raw)
     if connection.timezone is UTC:
         cursor.adapters.register_loader("timestamptz", TimestamptzLoader)
+    if raw.prepare_threshold is not None and _is_pooled(raw, cursor):
+        raw.prepare_threshold = None
     setattr(connection, _CURSOR, cursor)
     return cursor
+
+
+def _is_pooled(raw: Any, cursor: Any) -> bool:
+    """Whether a pooler stands before the server: it has given the client another process id than the server's.
+
+    Behind one the next transaction may meet a server that has not prepared what this one has.
+    """
+    cursor.execute("SELECT pg_backend_pid()", prepare=False)
+    return bool(cursor.fetchone()[0] != raw.info.backend_pid)
 
 
 class Statement:

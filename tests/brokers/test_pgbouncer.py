@@ -58,12 +58,9 @@ def through(pooler: PgBouncer, transactional_db: None) -> Iterator[PgBouncer]:
 
 @pytest.fixture
 def worker(pooler: PgBouncer, processes: Processes) -> Any:
-    environment = {
-        "DATABASE_URL": pooler.url(connection.settings_dict["NAME"]),
-        "DJANGO_SETTINGS_MODULE": "tests.brokers.pgbouncer_settings",
-    }
-
-    def start(*arguments: str, **settings: Any) -> Process:
+    def start(*arguments: str, module: str = "tests.brokers.pgbouncer_settings", **settings: Any) -> Process:
+        url = pooler.url(connection.settings_dict["NAME"])
+        environment = {"DATABASE_URL": url, "DJANGO_SETTINGS_MODULE": module}
         return processes.manage(
             "runworker", *arguments, settings={**SHORT, **settings}, environment=environment
         )
@@ -94,6 +91,19 @@ def test_two_hundred_jobs_by_four_workers(through: PgBouncer, worker: Any, liste
     rows = Job.objects.filter(pk__in=[job.pk for job in started])
     assert set(rows.values_list("status", "attempts", "consecutive_failures")) == {("completed", 1, 0)}
     assert len([one for one in through.show("SERVERS") if one["database"] != "pgbouncer"]) <= POOL_SIZE
+    for process in workers:
+        process.terminate()
+    assert [process.wait() for process in workers] == [0, 0]
+    assert_sessions_are_as_new(through)
+
+
+def test_workers_see_by_themselves_that_a_pooler_is_there(through: PgBouncer, worker: Any) -> None:
+    """Where Django's setting was forgotten they prepare nothing either, and no job counts a failure for it."""
+    started = [service.start(QUICK, number).job for number in range(200)]
+    workers = [worker("--concurrency", "2", module="tests.settings", LISTEN=False) for _ in range(2)]
+    wait_until(lambda: not unfinished(started), 60, f"{workers[0].output}\n{workers[1].output}")
+    rows = Job.objects.filter(pk__in=[job.pk for job in started])
+    assert set(rows.values_list("status", "attempts", "consecutive_failures")) == {("completed", 1, 0)}
     for process in workers:
         process.terminate()
     assert [process.wait() for process in workers] == [0, 0]
