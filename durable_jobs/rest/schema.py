@@ -322,7 +322,8 @@ class StartBodies(OpenApiSerializerExtension):
             )
         if not shapes:
             return {"not": {}, "description": "No kind that is registered here can be started so."}
-        return shapes[0] if len(shapes) == 1 else {"oneOf": shapes}
+        # Said once more for all of them: drf-spectacular takes the body for optional otherwise.
+        return shapes[0] if len(shapes) == 1 else {"oneOf": shapes, "required": ["kind", "input"]}
 
 
 def _exactly(name: str) -> dict[str, Any]:

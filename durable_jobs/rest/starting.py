@@ -77,8 +77,6 @@ def _by_serializer(named: Any, given: Any, context: dict[str, Any]) -> Any:
 
 def _form_of(kind: Kind, given: Any) -> Any:
     """The kind's form, filled and valid."""
-    if given is None:
-        given = {}
     if not isinstance(given, dict):
         raise serializers.ValidationError(["Give an object."])
     assert kind.input_form is not None

@@ -35,6 +35,10 @@ def test_it_is_valid(schema: Any) -> None:
     validate_schema(schema)
 
 
+def test_a_start_needs_its_body(schema: Any) -> None:
+    assert schema["paths"]["/api/jobs/"]["post"]["requestBody"]["required"] is True
+
+
 def test_every_operation_lists_its_refusals(schema: Any) -> None:
     """C094."""
     assert len(schema["paths"]) == 15
