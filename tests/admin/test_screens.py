@@ -20,7 +20,6 @@ from durable_jobs import service, store
 from durable_jobs.exceptions import TerminalError
 from durable_jobs.kinds import Done
 from durable_jobs.models import Job, JobEvent, Pause, Scope
-from durable_jobs.reconciler import Reconciler
 from durable_jobs.testing import make_job, run_slice
 from project.demo.jobs import start_import
 from project.demo.models import ImportRun
@@ -307,7 +306,7 @@ def test_attempts_say_for_how_long_the_worker_had_the_job(client: Client, regist
         time.sleep(0.05)
         raise TerminalError("no such file")
 
-    made(step)
+    made(step, orphan_policy="redrive")
     job = service.start("tests.made").job
     run_slice(job)
     page = words(client.get(url("change", job.pk)))
@@ -323,8 +322,7 @@ def test_attempts_say_for_how_long_the_worker_had_the_job(client: Client, regist
         heartbeat_at=now - timedelta(minutes=20),
         lease_expires_at=now - timedelta(minutes=19),
     )
-    [orphan] = store.orphans(20.0)
-    assert Reconciler("web1")._redrive(orphan, 0.0, dead=False)
+    assert service.reconcile(wait=False).redriven == 1
     assert "after 10 min ·" in words(client.get(url("change", lost.pk)))
 
 
