@@ -18,6 +18,8 @@ from tests.brokers.broker import RabbitMQ, Redis
 from tests.processes import Process, Processes
 
 SETTINGS = {"TRANSPORT": "celery", "TICK": 0.3, "GRACE": 0.5, "DISCOVER": ["brokers.kinds"]}
+SHUTDOWN_SECONDS = 50
+"""A child whose last result met the shutdown waits 30 s for Celery's main process to have read it."""
 
 
 @pytest.fixture(scope="session")

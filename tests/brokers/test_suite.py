@@ -12,10 +12,10 @@ from durable_jobs import transports
 from durable_jobs.testing.transports import QUEUE, TransportSuite
 from tests.brokers.app import app
 from tests.brokers.broker import RabbitMQ, Redis
-from tests.brokers.conftest import SETTINGS, Fleet, publishing
+from tests.brokers.conftest import SETTINGS, SHUTDOWN_SECONDS, Fleet, publishing
 from tests.processes import Process, Processes
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
 
 
 class CelerySuite(TransportSuite):
@@ -38,13 +38,13 @@ class CelerySuite(TransportSuite):
             yield
         finally:
             worker.terminate()
-            assert worker.wait(15) == 0, worker.output
+            assert worker.wait(SHUTDOWN_SECONDS) == 0, worker.output
 
     def end_lasting(self) -> None:
         worker, type(self).lasting = type(self).lasting, None
         if worker is not None:
             worker.terminate()
-            worker.wait(15)
+            worker.wait(SHUTDOWN_SECONDS)
 
 
 ALONE = ("test_a_cancelled_delivery", "test_a_lost_message", "test_a_drain_hands")
