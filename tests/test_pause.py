@@ -12,7 +12,7 @@ from django.db import connection, transaction
 from durable_jobs import kinds, runner, service, store
 from durable_jobs.exceptions import NotReclaimable
 from durable_jobs.keeper import Hold, Keeper
-from durable_jobs.models import Job, JobEvent
+from durable_jobs.models import Job, JobEvent, Pause
 from durable_jobs.reconciler import Reconciler
 from durable_jobs.runner import Outcome
 from durable_jobs.selection import Look
@@ -282,3 +282,15 @@ def test_a_slice_that_is_paused_and_cancelled_ends_cancelled() -> None:
         keeper.stop()
     assert result.outcome is Outcome.CANCELLED
     assert now(job).status == "cancelled"
+
+
+@pytest.mark.parametrize("field", ["queue", "kind", "tenant"])
+def test_unpausing_takes_away_exactly_that_pause(field: str) -> None:
+    """Two pauses that differ in one part of what they match."""
+    which = {"queue": "worker", "kind": "worker.quick", "tenant": "acme"}
+    other = {**which, field: "another"}
+    for one in (which, other):
+        service.pause(**one, reason="to see", actor="tests")
+    assert service.unpause(**which)
+    [left] = Pause.objects.all()
+    assert (left.queue_name, left.kind, left.tenant_id) == (other["queue"], other["kind"], other["tenant"])
