@@ -243,9 +243,12 @@ class Reach:
         reaching = set(lines.get(mutant.line, ()))
         if not reaching:
             names = self._users[mutant.module].get(mutant.owner, set())
-            for name in names | {mutant.owner, mutant.owner.partition(".")[0]}:
-                for line in self._bodies[mutant.module].get(name, ()):
-                    reaching.update(lines.get(line, ()))
+            names = names | {mutant.owner, mutant.owner.partition(".")[0]}
+            for body, numbers in self._bodies[mutant.module].items():
+                # Who uses a class may use any of its methods.
+                if body in names or body.partition(".")[0] in names:
+                    for line in numbers:
+                        reaching.update(lines.get(line, ()))
         chosen, total = [], 0.0
         for test in sorted(reaching, key=lambda test: (self._width[test], self.seconds[test])):
             if self.seconds[test] <= SLOWEST and total + self.seconds[test] <= MOST_SECONDS:
