@@ -104,8 +104,10 @@ def refuse_borrowed(using: str, what: str) -> None:
     blocks = connection.atomic_blocks
     if blocks and not isinstance(blocks[-1], OwnAtomic) and not is_testcases(blocks[-1]):
         raise TransactionOwned(what)
-    # With autocommit off the end of a block commits nothing.
-    if not connection.in_atomic_block and not connection.get_autocommit():
+    # With autocommit off the end of a block commits nothing. Asking must not connect: the server may be away.
+    there = connection.connection is not None
+    autocommit = connection.get_autocommit() if there else connection.settings_dict["AUTOCOMMIT"]
+    if not connection.in_atomic_block and not autocommit:
         raise TransactionOwned(what)
 
 

@@ -379,3 +379,21 @@ def test_texts_may_hold_what_looks_like_a_parameter() -> None:
     statement = Statement("SELECT :a || 'x'::text, {b}", types={"a": "text"}, snippets=lambda _: {"b": ":a"})
     assert statement.sql("postgresql") == "SELECT %(a)s::text || 'x'::text, %(a)s::text"
     assert statement.sql("sqlite") == "SELECT %(a)s || 'x'::text, %(a)s"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_whether_a_transaction_is_borrowed_is_known_without_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread's first slice may begin while the server restarts: that is not the slice's fault."""
+
+    def away() -> None:
+        raise OperationalError("the server is away")
+
+    connection.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(connection, "connect", away)
+        database.refuse_borrowed(ALIAS, "this")
+        patched.setitem(connection.settings_dict, "AUTOCOMMIT", False)
+        with pytest.raises(TransactionOwned):
+            database.refuse_borrowed(ALIAS, "this")
