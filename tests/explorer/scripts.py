@@ -13,7 +13,7 @@ from durable_jobs import database, runner, service, store
 from durable_jobs.exceptions import Refusal, TerminalError
 from durable_jobs.kinds import Done, Kind, Retry, Yield
 from durable_jobs.models import Job, Scope
-from durable_jobs.reconciler import Reconciler
+from durable_jobs.reconciler import Pass, Reconciler
 from durable_jobs.store import Lease, Probe
 from tests.explorer.explore import Begin, Programs, Scene
 from tests.explorer.stage import Run
@@ -145,7 +145,7 @@ def repairs(world: World, owner: str = "mender") -> Any:
     # Its own row on the screen is nothing that the others could meet.
     reconciler._begin = lambda this: None  # type: ignore[method-assign]
     reconciler._forgot_at = 0.0
-    reconciler.tick(tenant=world.tenant)
+    reconciler._repair_orphans(Pass(0.0), 100, world.tenant)
     clock[0] = 25.0
 
     def act() -> str:
@@ -291,6 +291,13 @@ def asked_is_ended(left: Left, run: Run) -> None:
     assert job["status"] != "pending" or not job["requested"], "goes on though it was asked to end"
 
 
+def redriven_goes_on(left: Left, run: Run) -> None:
+    """A redrive takes the cancel back: what was asked before it ends nothing after it."""
+    assert run.answers[1] != ["pending"] or left.rows["job"]["status"] == "pending", (
+        "ended by a request of before"
+    )
+
+
 WORK: Final = {works, claims_and_works}
 TAKE: Final = {repairs, reaps, redrives, a_view_redrives}
 """Who ends a job that was claimed, and who may take one from its owner."""
@@ -325,6 +332,8 @@ SCRIPTS: Final = (
     Script("a reconciler and a redrive", {"job": EXPIRED}, (repairs, redrives)),
     Script("a reconciler and a pause", {"job": EXPIRED}, (repairs, pauses)),
     Script("a reconciler, a cancel that waits and a claim", {"job": State("retry", request="row")}, (repairs, claims)),
+    Script("a reconciler, a cancel that waits and a redrive", {"job": State("retry", request="row")},
+           (repairs, redrives), check=redriven_goes_on),
     Script("a lost claim given back, and a cancel", {"job": RUNNING}, (gives_back, cancels, claims)),
     Script("a settlement and a reconciler", {"job": State("retry", request="row")}, (settles, repairs)),
     Script("a settlement, a claim and a cancel", {"job": RETRY}, (settles, claims, cancels)),
