@@ -398,7 +398,13 @@ def test_what_was_claimed_with_a_job_that_kills_its_worker_is_not_taken_for_pois
         while not ended(*jobs, killer):
             assert time.monotonic() < deadline
             if worker is None or not worker.running:
-                worker = processes.manage("runworker", "--concurrency", "2", settings=settings)
+                worker = processes.manage(
+                    "runworker",
+                    "--concurrency",
+                    "2",
+                    settings=settings,
+                    environment={fast_kinds.SPACING: "0.1"},
+                )
             time.sleep(0.05)
         assert worker is not None
         worker.terminate()

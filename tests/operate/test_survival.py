@@ -106,9 +106,14 @@ def test_a_claim_whose_answer_is_lost_is_given_back_and_counts_nothing(start_wor
 
 @pytest.mark.postgres_only
 def test_an_end_a_beat_and_a_commit_whose_answers_are_lost_are_known_again(start_worker: Start) -> None:
-    """None of them is repeated, none is taken for a lost lease."""
+    """None of them is repeated, none is taken for a lost lease.
+
+    Each end in a transaction of its own; of ends that share one, `tests/test_fast_paths.py` tells the same.
+    """
     with Wire(database_url()) as wire:
-        worker = start_worker("--concurrency", "2", environment={"DATABASE_URL": wire.url}, GRACE=5.0)
+        worker = start_worker(
+            "--concurrency", "2", environment={"DATABASE_URL": wire.url}, GRACE=5.0, GROUP_COMMIT=False
+        )
         one = start("nap", 1.5)
         begun(one)
         names_it = naming(one)
@@ -171,12 +176,13 @@ READS_NOTHING, WRITES_NOTHING = "ACCESS EXCLUSIVE", "EXCLUSIVE"
 
 
 @pytest.mark.postgres_only
+@pytest.mark.parametrize("together", [True, False], ids=["ends share a commit", "each end for itself"])
 def test_a_connection_that_is_ended_in_the_middle_of_anything_costs_no_job_and_no_poll(
-    start_worker: Start, second_connection: OtherConnection, figure: Callable[..., None]
+    together: bool, start_worker: Start, second_connection: OtherConnection, figure: Callable[..., None]
 ) -> None:
     """C062: while it polls, claims, renews, writes an end, and listens. The next job runs within two polls."""
     poll, longest = 1.0, 0.0
-    worker = start_worker("--concurrency", "3", POLL=poll, GRACE=10.0)
+    worker = start_worker("--concurrency", "3", POLL=poll, GRACE=10.0, GROUP_COMMIT=together)
     worker.wait_for_output("worker_started")
 
     def cut(which: str, *names: str) -> None:
@@ -213,7 +219,8 @@ def test_a_connection_that_is_ended_in_the_middle_of_anything_costs_no_job_and_n
     ending = start("nap", 0.5)
     begun(ending)
     with locked_table(second_connection, WRITES_NOTHING):
-        cut("NOT IN", CLAIMS, KEEPER, UPKEEP)
+        # Ends that share a commit are written by the thread that claims.
+        cut(*(("IN", CLAIMS) if together else ("NOT IN", CLAIMS, KEEPER, UPKEEP)))
     next_one_runs("completing")
     done_as_if_nothing_had_happened(ending)
 

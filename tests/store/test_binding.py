@@ -107,7 +107,7 @@ def reads_and_records() -> Iterator[Callable[[], Any]]:
     by_hand = NewJob(uuid7(), "k", "running", "acme", None, "manual", "1", sha256("1"), idempotency_key="h")
     yield lambda: store.insert_running(by_hand, ME, 30)
     yield lambda: store.insert_running(replace(by_hand, id=uuid7(), idempotency_key=None), ME, 30)
-    yield lambda: store.renew(lease_on(uuid7()))
+    yield lambda: store.renew(replace(lease_on(job_id), epoch=99))
     yield lambda: store.lock_row(job_id)
     yield lambda: store.image(job_id)
     yield lambda: store.database_name()

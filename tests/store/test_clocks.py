@@ -114,11 +114,13 @@ WAITING = (
 
 def test_what_takes_a_job_from_somebody_never_waits() -> None:
     """P4, P11: every other UPDATE of a job by id skips a locked row, so that no wait cycle holds a job row."""
+    # The key is put on a row that the same transaction has just made.
+    allowed = (*WAITING, "_SET_DELIVERY", "_SET_IDEMPOTENCY_KEY")
     for name, statement in vars(store).items():
         if not isinstance(statement, store.Statement):
             continue
         sql = statement.sql("postgresql")
-        if "UPDATE durable_jobs_job" in sql and name not in (*WAITING, "_SET_DELIVERY"):
+        if "UPDATE durable_jobs_job" in sql and name not in allowed:
             assert "SKIP LOCKED" in sql, name
     # Behind a wait, a lease must not be set by the statement that waited.
     for name in WAITING:
