@@ -27,7 +27,7 @@ CREW = (("--concurrency", "4"), ("--concurrency", "4"), ("--concurrency", "3", "
 """Two workers by themselves and two under a supervisor, which repairs what it has reaped."""
 
 DRAIN_SECONDS = 25.0
-EXIT_NO_DATABASE, EXIT_GAVE_UP = 4, 70
+EXIT_CUT_OFF, EXIT_NO_DATABASE, EXIT_GAVE_UP = 1, 4, 70
 LIFE_SECONDS = 5.0
 """How long a worker works before it is struck: repair takes two looks and a grace between them, and a machine on
 which nobody lives so long repairs nothing."""
@@ -136,7 +136,15 @@ class Crew:
         if told == "terminate" and code in (0, -signal.SIGTERM):
             # By the signal itself where it had not yet got so far as to handle it.
             return
-        if code == EXIT_NO_DATABASE:
+        drained = process.output.rpartition("SIGTERM: draining")[2]
+        if (
+            told == "terminate"
+            and code == EXIT_CUT_OFF
+            and re.search(r"process_ended pid=\d+ code=-9", drained)
+        ):
+            # A supervisor, one of whose processes was struck meanwhile: it says that a slice was cut off.
+            self._findings.count("supervisors whose process was killed while they drained")
+        elif code == EXIT_NO_DATABASE:
             self._findings.count("workers that met no database when they started")
         elif code == EXIT_GAVE_UP:
             self._findings.count("supervisors that gave up, their processes killed again and again")
