@@ -26,9 +26,9 @@ def scope_of(request: HttpRequest) -> Scope | None:
     if config.SCOPE_FROM_REQUEST is None:
         return Scope(config.DEFAULT_TENANT)
     scope = _function(config.SCOPE_FROM_REQUEST)(request)
-    if scope is not None and not isinstance(scope, Scope):
-        raise _wrong("SCOPE_FROM_REQUEST", scope, "a Scope, or None")
-    return scope
+    if scope is None or isinstance(scope, Scope):
+        return scope
+    raise _wrong("SCOPE_FROM_REQUEST", scope, "a Scope, or None")
 
 
 def scopes_of(request: HttpRequest) -> Scopes:
@@ -39,8 +39,8 @@ def scopes_of(request: HttpRequest) -> Scopes:
         own = scope_of(request)
         return () if own is None else (own,)
     scopes = _function(config.ADMIN_SCOPES)(request)
-    if scopes is ALL_SCOPES:
-        return ALL_SCOPES
+    if isinstance(scopes, AllScopes):
+        return scopes
     if isinstance(scopes, Scope) or not isinstance(scopes, Iterable):
         raise _wrong("ADMIN_SCOPES", scopes, "a list of Scope, or ALL_SCOPES")
     listed = tuple(dict.fromkeys(scopes))

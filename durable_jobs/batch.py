@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 from django.db import DatabaseError, connections, models, router, transaction
@@ -153,7 +154,15 @@ _HOOKS: Final = {
     "on_item_error": 3,
     "migrate_cursor": 2,
 }
-_AGAIN: Final = object()
+
+
+class _Again(Enum):
+    """Says that the pass goes on with a fresh collection."""
+
+    AGAIN = "again"
+
+
+_AGAIN: Final = _Again.AGAIN
 
 
 class BadCollection(TerminalError):
@@ -259,7 +268,7 @@ class _Slice:
                 return Done()
             self.position = self.position.next_pass()
 
-    def _pass(self, source: _Source) -> Any:
+    def _pass(self, source: _Source) -> Outcome | _Again | None:
         """Go on with the current pass: None at its end, an outcome when the slice ends before."""
         self._check_order(source)
         self.position = replace(source.begin(self.position), order=source.names)
@@ -275,7 +284,7 @@ class _Slice:
                 return outcome
         return None
 
-    def _batch(self, source: _Source) -> Any:
+    def _batch(self, source: _Source) -> Outcome | _Again | None:
         try:
             return self._work(source)
         except Exception as error:
@@ -287,7 +296,7 @@ class _Slice:
         # From a fresh collection, because the failed attempt may have changed the items in memory.
         return _AGAIN
 
-    def _work(self, source: _Source) -> Any:
+    def _work(self, source: _Source) -> Outcome | None:
         window = None
         if source.reads_ahead or self.prepares:
             window = source.ahead(self.position, self.kind.batch_size)
@@ -601,6 +610,7 @@ class _Rows:
 
 
 def _readable(rows: Any) -> models.QuerySet[Any]:
+    readable: models.QuerySet[Any] = rows
     query = rows.query
     if query.is_sliced:
         problem = "is sliced. Bound it with a filter"
@@ -613,7 +623,7 @@ def _readable(rows: Any) -> models.QuerySet[Any]:
     elif query.select_for_update:
         problem = "locks its rows itself. Set lock_rows = True instead"
     else:
-        return rows
+        return readable
     raise _refused(f"The collection, a QuerySet of {rows.model._meta.label}, {problem}.")
 
 
@@ -626,7 +636,8 @@ def _on_jobs_alias(rows: Any, kind: BatchKind, alias: str) -> models.QuerySet[An
             f"commits on {alias!r}: the two cannot change in one transaction. If it is only read, say "
             f".using({using!r}) and leave lock_rows out."
         )
-    return rows.using(using)
+    moved: models.QuerySet[Any] = rows.using(using)
+    return moved
 
 
 class _Items:

@@ -595,7 +595,7 @@ class Statement:
         adapt = _adapt_sqlite if connection.vendor == "sqlite" else _adapt_postgresql
         with connection.cursor() as cursor:
             cursor.execute(sql, {name: adapt(values[name]) for name in names})
-            return cursor.rowcount
+            return int(cursor.rowcount)
 
     def count_each(self, connection: BaseDatabaseWrapper, rows: Iterable[Mapping[str, Any]]) -> list[bool]:
         """Run it for each row of parameters, inside the open transaction; which of them touched a row (SQLite)."""

@@ -114,7 +114,8 @@ class Order:
         beside = {f"{BESIDE}{index}": Stored(F(column.path)) for index, column in self._beside()}
         if not rows.query.standard_ordering:
             rows = rows.reverse()  # else it would turn this order, too
-        return rows.annotate(**beside).order_by(*(column.expression() for column in columns))
+        sorted_rows: models.QuerySet[Any] = rows.annotate(**beside)
+        return sorted_rows.order_by(*(column.expression() for column in columns))
 
     def key(self, row: models.Model) -> Key:
         """The key of a row that `sort` has read; called once, because it takes away what was read beside."""

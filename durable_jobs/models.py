@@ -143,19 +143,23 @@ def _check(name: str, condition: Any) -> models.CheckConstraint:
     return models.CheckConstraint(condition=condition, name=f"durable_jobs_{name}")
 
 
-def _text(length: int, **options: Any) -> models.CharField:
+def _text(length: int, **options: Any) -> models.CharField[str, str]:
     return models.CharField(max_length=length, **options)
 
 
-def _count(**options: Any) -> models.IntegerField:
-    return models.IntegerField(default=0, db_default=0, **options)
+def _optional_text(length: int, **options: Any) -> models.CharField[str | None, str | None]:
+    return models.CharField(max_length=length, null=True, blank=True, **options)
 
 
-def _moment(**options: Any) -> models.DateTimeField:
-    return models.DateTimeField(null=True, blank=True, **options)
+def _count() -> models.IntegerField[int, int]:
+    return models.IntegerField(default=0, db_default=0)
 
 
-def _user(**options: Any) -> models.ForeignKey:
+def _moment() -> models.DateTimeField[datetime | None, datetime | None]:
+    return models.DateTimeField(null=True, blank=True)
+
+
+def _user() -> models.ForeignKey[Any, Any]:
     return models.ForeignKey(
         settings.AUTH_USER_MODEL,
         on_delete=models.SET_NULL,
@@ -163,7 +167,6 @@ def _user(**options: Any) -> models.ForeignKey:
         blank=True,
         related_name="+",
         db_index=False,
-        **options,
     )
 
 
@@ -180,7 +183,7 @@ class Job(ReadOnlyRow):
     kind = _text(200)
     status = _text(9, choices=Status.choices)
     tenant_id = _text(64, default="default", db_default="default")
-    organization_id = _text(64, null=True, blank=True)
+    organization_id = _optional_text(64)
     created_by = _user()
     cancelled_by = _user()
     created_at = models.DateTimeField(db_default=Now())
@@ -188,21 +191,22 @@ class Job(ReadOnlyRow):
 
     # work
     input_text = models.TextField(null=True, blank=True, db_column="input")
-    input_sha256 = _text(64, null=True, blank=True)
+    input_sha256 = _optional_text(64)
     checkpoint_text = models.TextField(null=True, blank=True, db_column="checkpoint")
     checkpoint_at = _moment()
     result_text = models.TextField(null=True, blank=True, db_column="result")
     meta = models.JSONField(null=True, blank=True)
 
     # keys
-    idempotency_key = _text(200, null=True, blank=True)
-    lock_key = _text(200, null=True, blank=True)
-    subject_type = _text(200, null=True, blank=True)
-    subject_id = _text(200, null=True, blank=True)
+    idempotency_key = _optional_text(200)
+    lock_key = _optional_text(200)
+    subject_type = _optional_text(200)
+    # A text here, and any model's key where it is compared: `filter(pk=job.subject_id)`.
+    subject_id: models.CharField[Any, Any] = _optional_text(200)
     progress_job_id = models.UUIDField(null=True, blank=True)
 
     # lease
-    lease_owner = _text(200, null=True, blank=True)
+    lease_owner = _optional_text(200)
     lease_epoch = models.BigIntegerField(default=0, db_default=0)
     lease_expires_at = _moment()
     heartbeat_at = _moment()
@@ -212,7 +216,7 @@ class Job(ReadOnlyRow):
 
     # delivery
     queue_name = _text(100, default="default", db_default="default")
-    queue_job_id = _text(200, null=True, blank=True)
+    queue_job_id = _optional_text(200)
     priority = models.SmallIntegerField(default=0, db_default=0)
     continuation_seq = _count()
     redrives = _count()
@@ -232,10 +236,10 @@ class Job(ReadOnlyRow):
     finished_at = _moment()
     parked_at = _moment()
     cancel_requested_at = _moment()
-    verdict = _text(20, null=True, blank=True, choices=Verdict.choices)
-    error_class = _text(20, null=True, blank=True)
-    error_code = _text(100, null=True, blank=True)
-    error_type = _text(200, null=True, blank=True)
+    verdict = _optional_text(20, choices=Verdict.choices)
+    error_class = _optional_text(20)
+    error_code = _optional_text(100)
+    error_type = _optional_text(200)
     error_message = models.TextField(null=True, blank=True)
     domain_mirrored_at = _moment()
 
@@ -243,7 +247,7 @@ class Job(ReadOnlyRow):
     processed_count = models.BigIntegerField(default=0, db_default=0)
     total_count = models.BigIntegerField(null=True, blank=True)
     progress = models.FloatField(null=True, blank=True)
-    progress_message = _text(500, null=True, blank=True)
+    progress_message = _optional_text(500)
 
     local_diagnostic: str | None = None
     """Set on what a `JobManager` returns: what it failed to record."""
@@ -549,8 +553,10 @@ class Job(ReadOnlyRow):
             model = apps.get_model(self.subject_type)
         except LookupError:
             return None
-        using = self._state.db or router.db_for_read(Job)
-        return model._base_manager.using(using).filter(pk=self.subject_id).first()
+        rows: models.QuerySet[models.Model] = model._base_manager.using(
+            self._state.db or router.db_for_read(Job)
+        )
+        return rows.filter(pk=self.subject_id).first()
 
 
 _LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -594,14 +600,14 @@ class JobEvent(ReadOnlyRow):
     event = _text(50)
     kind = _text(200, default="", db_default="")
     tenant_id = _text(64, default="default", db_default="default")
-    organization_id = _text(64, null=True, blank=True)
+    organization_id = _optional_text(64)
     epoch = models.BigIntegerField(null=True, blank=True)
     seq = models.IntegerField(null=True, blank=True)
     owner = _text(200, default="", db_default="", blank=True)
     actor = _text(200, default="", db_default="", blank=True)
-    actor_id = _text(64, null=True, blank=True)
+    actor_id = _optional_text(64)
     reason = models.TextField(default="", db_default="", blank=True)
-    operation_id = _text(64, null=True, blank=True)
+    operation_id = _optional_text(64)
     code = _text(100, default="", db_default="", blank=True)
     error_type = _text(200, default="", db_default="", blank=True)
     message = models.TextField(default="", db_default="", blank=True)

@@ -40,7 +40,7 @@ class Outage:
             self.since = now
         self._failures += 1
         close_connection()
-        delay = min(self.longest, self.first * 2 ** min(self._failures - 1, 20))
+        delay = min(self.longest, self.first * 2.0 ** min(self._failures - 1, 20))
         return delay * random.uniform(0.5, 1.0)
 
     def over(self) -> None:

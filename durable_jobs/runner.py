@@ -909,7 +909,7 @@ class _Slice:
         job = self._row() if self.retried else None
         if job and job.lease_epoch == self.lease.epoch and job.lease_owner is None:
             # It had been written, and only the answer was lost.
-            return SliceResult(_LEFT_AS[job.status], job)
+            return SliceResult(_LEFT_AS[Status(job.status)], job)
         self.hold.observe(lost=True)
         log("lease_lost", self.job, level=logging.WARNING, owner=self.lease.owner, epoch=self.lease.epoch)
         signals.send(signals.job_lease_lost, self.job)

@@ -177,7 +177,7 @@ class Waiting(NamedTuple):
 
 def _user_type() -> str:
     field: Any = Job._meta.get_field("created_by")
-    return field.target_field.rel_db_type(connections[database.alias()])
+    return str(field.target_field.rel_db_type(connections[database.alias()]))
 
 
 _TYPES: dict[str, str] = {

@@ -31,7 +31,7 @@ from durable_jobs.admin.listing import Filters
 from durable_jobs.exceptions import DurableJobsError, InvalidInput
 from durable_jobs.models import Job, JobEvent, Pause, Scope, WorkerProcess
 from durable_jobs.selection import LARGE_COLUMNS, Look, Selection
-from durable_jobs.templatetags.durable_jobs import number, span
+from durable_jobs.templatetags.durable_jobs import PHASES, number, span
 
 TEMPLATES: Final = "admin/durable_jobs"
 STUCK_SHOWN: Final = 20
@@ -293,7 +293,7 @@ class JobAdminMixin(Screens):
         )
         return [
             {
-                "name": names.get(phase) or listing.PHASES[phase],
+                "name": names.get(phase) or PHASES[phase],
                 "query": listing.address(request, "phase", **({"phase": phase} if phase else {})),
                 "current": phase == current,
             }

@@ -144,7 +144,7 @@ class StrictBoolean(serializers.Field):
         """The truth value itself."""
         if not isinstance(data, bool):
             self.fail("invalid")
-        return data
+        return bool(data)
 
     def to_representation(self, value: Any) -> bool:
         """The same."""

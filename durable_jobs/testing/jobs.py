@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 from uuid import uuid4
@@ -272,6 +272,7 @@ def _next_due() -> Job | None:
     now = database.clock(database.alias())
     waiting = jobs.filter(next_run_at__lte=now, kind__in=kinds.names()).exclude(queue_name=MANUAL_QUEUE)
     pauses = Pause.objects.using(database.alias())
+    job: Job
     for job in waiting.order_by("-priority", "next_run_at", "id"):
         which = {"queue_name": job.queue_name, "kind": job.kind, "tenant_id": job.tenant_id}
         if not pauses.filter(**{f"{column}__in": ["", value] for column, value in which.items()}).exists():
@@ -328,7 +329,7 @@ def _set(name: str, commits: int | None) -> Iterator[None]:
         setattr(_orders, name, before)
 
 
-def _inside(write: Any) -> Job | None:
+def _inside(write: Callable[[], Job | None]) -> Job | None:
     with database.joined(database.alias()):
         return write()
 
