@@ -565,9 +565,9 @@ def test_a_database_that_does_not_answer_is_named_within_seconds(
         (["--queues", "nowhere"], "No kind and no waiting job has the queue 'nowhere'. Known queues: "),
         (["--queues", "manual"], "reserved"),
         (["--concurrency", "0"], "whole number from 1 to 256"),
-        (["--concurrency", "many"], "'many' is not a whole number"),
-        (["--drain-timeout", "-1"], "number from 0 to 86400"),
-        (["--drain-timeout", "nan"], "number from 0 to 86400"),
+        (["--concurrency", "many"], "'many' is out of range. Use a whole number"),
+        (["--drain-timeout", "-1"], "'-1' is out of range. Use seconds from 0"),
+        (["--drain-timeout", "nan"], "'nan' is out of range. Use seconds from 0"),
         (["--queues", ","], "at least one name"),
     ],
 )

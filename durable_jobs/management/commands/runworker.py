@@ -12,14 +12,13 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from durable_jobs import database, kinds, store
 from durable_jobs.logs import tell
-from durable_jobs.management.arguments import here
+from durable_jobs.management import arguments
 from durable_jobs.models import MANUAL_QUEUE
 from durable_jobs.supervisor import Line, Supervisor, drain_on_change, has_checked
 from durable_jobs.worker import DEFAULT_CONCURRENCY, Worker, leave
 
 MOST_THREADS = 256
 MOST_PROCESSES = 64
-LONGEST_DRAIN = 86_400
 
 EPILOG = """
 SIGTERM or SIGINT drains: no more claims, running slices are asked to yield at their next boundary, and what
@@ -56,14 +55,14 @@ class Command(BaseCommand):
         )
         parser.add_argument(
             "--concurrency",
-            type=_threads,
+            type=arguments.whole(1, MOST_THREADS),
             metavar="N",
             default=DEFAULT_CONCURRENCY,
             help=f"slices that run at a time, 1 to {MOST_THREADS} (default: {DEFAULT_CONCURRENCY})",
         )
         parser.add_argument(
             "--processes",
-            type=_processes,
+            type=arguments.whole(1, MOST_PROCESSES),
             metavar="N",
             help=(
                 f"start N such workers, 1 to {MOST_PROCESSES}, and replace those that end (default: this process is"
@@ -77,11 +76,11 @@ class Command(BaseCommand):
         )
         parser.add_argument(
             "--drain-timeout",
-            type=_seconds,
+            type=arguments.seconds,
             metavar="SECONDS",
             help=(
-                f"seconds that a drain waits for running slices, 0 to {LONGEST_DRAIN} (default:"
-                f" DURABLE_JOBS['DRAIN_TIMEOUT'], here {here('DRAIN_TIMEOUT')})"
+                "seconds that a drain waits for running slices (default: DURABLE_JOBS['DRAIN_TIMEOUT'], here"
+                f" {arguments.here('DRAIN_TIMEOUT')})"
             ),
         )
         parser.add_argument(
@@ -204,32 +203,12 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _threads(text: str) -> int:
-    return int(_number(text, 1, MOST_THREADS, int))
-
-
-def _processes(text: str) -> int:
-    return int(_number(text, 1, MOST_PROCESSES, int))
-
-
-def _seconds(text: str) -> float:
-    return _number(text, 0, LONGEST_DRAIN, float)
-
-
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    return host.strip("[]") or "127.0.0.1", int(_number(port, 1, 65_535 - MOST_PROCESSES, int))
+    return host.strip("[]") or "127.0.0.1", _port(port)
 
 
-def _number(text: str, least: float, most: float, convert: type) -> float:
-    try:
-        number = convert(text)
-    except ValueError:
-        number = None
-    if number is None or not least <= number <= most:
-        sort = "whole number" if convert is int else "number"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {sort} from {least} to {most}")
-    return number
+_port = arguments.whole(1, 65_535 - MOST_PROCESSES)
 
 
 def _quoted(names: list[str]) -> str:
