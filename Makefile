@@ -24,8 +24,9 @@ install: $(STAMP)  ## Make the virtual environment .venv with everything pinned 
 $(STAMP): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "durable_jobs needs Python 3.11 or later; name one with PYTHON=…"; exit 1; }
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt --editable .
+	@echo "Installing what the demo and the tests need into $(VENV): once, a minute or two."
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt --editable .
 	@touch $@
 
 test: install  ## Run every test, on SQLite and on PostgreSQL (its own, or DATABASE_URL) side by side

@@ -64,6 +64,25 @@ def connection(using: str | None = None) -> BaseDatabaseWrapper:
     return connections[using or alias()]
 
 
+def place(connection: BaseDatabaseWrapper) -> str:
+    """The file, or the database and its host: what a person compares when two processes miss each other."""
+    name, host = str(connection.settings_dict["NAME"]), connection.settings_dict["HOST"]
+    return f"{name}@{host}" if host and not host.startswith("/") else name
+
+
+def lacks_tables(error: BaseException) -> bool:
+    """Whether a statement failed because this package's tables are not there."""
+    text = str(error)
+    undefined = getattr(error.__cause__, "sqlstate", None) == _UNDEFINED_TABLE or "no such table" in text
+    return undefined and "durable_jobs" in text
+
+
+def note_missing_tables(error: BaseException) -> None:
+    """Add what is to be done to an error that says so; tracebacks and Django's debug page show the note."""
+    if lacks_tables(error):
+        error.add_note(f"The database {alias()!r} has no tables for jobs: run manage.py migrate first.")
+
+
 class OwnAtomic(Atomic):
     """An atomic block that this package opened; anybody else's innermost block is a borrowed one.
 
@@ -511,6 +530,7 @@ DIRECT = "_durable_jobs_direct"
 """Set on the connections of our own threads, where statements may go past Django's cursors."""
 
 _CURSOR = "_durable_jobs_cursor"
+_UNDEFINED_TABLE = "42P01"
 _UNPREPARED = ("0A000", "26000", "42P05")
 """A prepared statement whose result has changed, that is not there, or that is there already."""
 
@@ -581,13 +601,17 @@ class Statement:
 
     def run(self, connection: BaseDatabaseWrapper, **values: Any) -> list[tuple[Any, ...]]:
         """Run it and fetch every row (on SQLite an unfinished cursor would keep the write lock)."""
-        if is_direct(connection):
-            return self._run_directly(connection, values)
-        sql, names = self._build(connection.vendor)
-        adapt = _adapt_sqlite if connection.vendor == "sqlite" else _adapt_postgresql
-        with connection.cursor() as cursor:
-            cursor.execute(sql, {name: adapt(values[name]) for name in names})
-            return cursor.fetchall() if cursor.description else []
+        try:
+            if is_direct(connection):
+                return self._run_directly(connection, values)
+            sql, names = self._build(connection.vendor)
+            adapt = _adapt_sqlite if connection.vendor == "sqlite" else _adapt_postgresql
+            with connection.cursor() as cursor:
+                cursor.execute(sql, {name: adapt(values[name]) for name in names})
+                return cursor.fetchall() if cursor.description else []
+        except DatabaseError as error:
+            note_missing_tables(error)
+            raise
 
     def count(self, connection: BaseDatabaseWrapper, **values: Any) -> int:
         """Run it and answer how many rows it touched."""

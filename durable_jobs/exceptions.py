@@ -16,6 +16,7 @@ import traceback as tracebacks
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
@@ -325,13 +326,25 @@ class UnknownKind(Refusal):
 
     code = "unknown_kind"
 
-    def __init__(self, name: object, known: Collection[str] = ()) -> None:
+    def __init__(
+        self, name: object, known: Collection[str] = (), modules: Collection[str] = ("jobs",)
+    ) -> None:
         self.name = name
+        meant = get_close_matches(name, known, 1) if isinstance(name, str) else []
+        guess = f"Did you mean {shown(meant[0])}? " if meant else ""
         known_here = f"Known here: {', '.join(sorted(known))}." if known else "No kind is known here."
         super().__init__(
-            f"kind {shown(name)} is not registered in this process. {known_here} "
-            "Kinds are found in the modules that DURABLE_JOBS['DISCOVER'] names in every installed app."
+            f"kind {shown(name)} is not registered in this process. {guess}{known_here} "
+            f"{where_kinds_are_found(modules)}"
         )
+
+
+def where_kinds_are_found(modules: Collection[str]) -> str:
+    """What to look at when a kind is missing, in a sentence; `modules` as in `DURABLE_JOBS['DISCOVER']`."""
+    named = " or ".join(f"{name.replace('.', '/')}.py" for name in modules) or "no module at all"
+    return (
+        f"Kinds are classes with @register in {named} (DURABLE_JOBS['DISCOVER']) of an app in INSTALLED_APPS."
+    )
 
 
 class NotRedrivable(Refusal):

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from pathlib import PurePath
 
 from django.db.models import Min, Q
 from django.utils.translation import gettext as _
@@ -602,29 +603,31 @@ def _of_workers(
     if job.queue_name == MANUAL_QUEUE:
         return [Reason("manual", _("Workers leave this queue alone; its owner runs the job by hand."))]
     serving = [worker for worker in workers if serves(worker, job.queue_name)]
+    register = _("Deploy the code that registers it, or give a renamed kind its old name among aliases.")
+    unknown_here = Reason(
+        "unknown_kind", _("The kind %(kind)s is not registered here.") % {"kind": job.kind}, register
+    )
     if not serving:
+        way_out = _("Start one: %(command)s") % {"command": f"manage.py runworker --queues {job.queue_name}"}
         if last_worker is None:
             seen = _("No worker is signed on.")
+            elsewhere = _("(One that runs already uses another database than %(database)s.)")
+            name = PurePath(database.place(database.connection())).name
+            way_out = f"{way_out} {elsewhere % {'database': name}}"
         else:
             silent = (now - last_worker.beat_at).total_seconds()
             said = _("The last worker of any queue was seen %(ago)s on %(host)s.")
             seen = said % {"ago": _ago(silent), "host": last_worker.host}
-        return [
-            Reason(
-                "no_worker",
-                _("No live worker serves the queue %(queue)s.") % {"queue": job.queue_name} + f" {seen}",
-                _("Start one: %(command)s") % {"command": f"manage.py runworker --queues {job.queue_name}"},
-            )
-        ]
+        sentence = _("No live worker serves the queue %(queue)s.") % {"queue": job.queue_name}
+        no_worker = Reason("no_worker", f"{sentence} {seen}", way_out)
+        return [no_worker] if kind is not None else [no_worker, unknown_here]
     knowing = [worker for worker in serving if serves(worker, job.queue_name, job.kind)]
-    register = _("Deploy the code that registers it, or give a renamed kind its old name among aliases.")
     if not knowing:
         sentence = _("The live workers of the queue %(queue)s do not take the kind %(kind)s.")
         facts = {"queue": job.queue_name, "kind": job.kind}
         return [Reason("unknown_kind", sentence % facts, " ".join((_("Start one that does."), register)))]
     if kind is None and not any(_lists(worker.kinds, {job.kind}, empty=False) for worker in knowing):
-        sentence = _("The kind %(kind)s is not registered here.") % {"kind": job.kind}
-        return [Reason("unknown_kind", sentence, register)]
+        return [unknown_here]
     return []
 
 

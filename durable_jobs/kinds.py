@@ -498,12 +498,17 @@ def get(name: str | type[Kind]) -> Kind:
     if isinstance(name, str):
         kind = _kinds.get(name)
         if kind is None:
-            raise UnknownKind(name, _kinds)
+            raise unknown(name)
         return kind
     for kind in _kinds.values():
         if type(kind) is name:
             return kind
-    raise UnknownKind(getattr(name, "name", None) or name, _kinds)
+    raise unknown(getattr(name, "name", None) or name)
+
+
+def unknown(name: object) -> UnknownKind:
+    """The refusal of a name that this process knows no kind of."""
+    return UnknownKind(name, _kinds, config.DISCOVER)
 
 
 def all_kinds() -> list[Kind]:

@@ -38,7 +38,6 @@ from durable_jobs.exceptions import (
     Park,
     RetryAfter,
     TransactionOwned,
-    UnknownKind,
     UnrecoverableError,
     cut,
     describe,
@@ -425,7 +424,7 @@ def claim(job_id: UUID, seq: int, redrives: int, *, owner: str, early: bool = Tr
         return None
     kind = kinds.find(job.kind)
     if kind is None:
-        raise UnknownKind(job.kind, kinds.names())
+        raise kinds.unknown(job.kind)
     limit = store.limit_of(kind, job.scope)
     return store.claim(job_id, seq, redrives, owner, kind.lease_seconds, limit=limit, early=early)
 
@@ -469,7 +468,7 @@ def begin_slice(
 def _kind_of(job: Job) -> Kind:
     kind = kinds.find(job.kind)
     if kind is None:
-        raise UnknownKind(job.kind, kinds.names())
+        raise kinds.unknown(job.kind)
     return kind
 
 

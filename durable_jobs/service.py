@@ -40,7 +40,6 @@ from durable_jobs.exceptions import (
     NotSettleable,
     Refusal,
     RestartNotAllowed,
-    UnknownKind,
 )
 from durable_jobs.kinds import QUEUE_NAME, RESERVED_QUEUE, Kind
 from durable_jobs.logs import log
@@ -407,7 +406,7 @@ def redrive(
         raise NotFound(job_id)
     kind = kinds.find(before.kind)
     if kind is None:
-        raise UnknownKind(before.kind, kinds.names())
+        raise kinds.unknown(before.kind)
     if restart and not kind.allow_restart:
         raise RestartNotAllowed(before.id, before.kind)
     if before.status in (Status.COMPLETED, Status.CANCELLED):

@@ -34,9 +34,10 @@ from django.db.utils import Error as DatabaseError
 from durable_jobs import connection as own_connection
 from durable_jobs import database, kinds, lifecycle, store, transports
 from durable_jobs.conf import config
+from durable_jobs.exceptions import where_kinds_are_found
 from durable_jobs.keeper import Hold, Keeper
 from durable_jobs.logs import tell
-from durable_jobs.models import CancelRequest, Job, JobEvent, Pause, WorkerProcess
+from durable_jobs.models import MANUAL_QUEUE, CancelRequest, Job, JobEvent, Pause, WorkerProcess
 from durable_jobs.outage import Outage
 from durable_jobs.reconciler import Reconciler
 from durable_jobs.runner import Finished, SliceResult, begin_slice
@@ -212,7 +213,9 @@ class Worker:
             queues=_named(self.queues),
             kinds=_named(self.kinds),
             concurrency=self.concurrency,
+            database=database.place(database.connection()),
         )
+        self._tell_of_missing_kinds()
         try:
             self._register()
         except DatabaseError as error:
@@ -225,6 +228,20 @@ class Worker:
             _started(f"durable-jobs-slice-{number}", self._serve) for number in range(1, self.concurrency + 1)
         ]
         self._upkeeper = _started("durable-jobs-upkeep", self._upkeep)
+
+    def _tell_of_missing_kinds(self) -> None:
+        """Log what somebody would wait for in vain: no kind at all, or waiting jobs of kinds that this code lacks."""
+        known = set(kinds.names())
+        if not known:
+            tell(logger, logging.WARNING, "no_kinds", where_kinds_are_found(config.DISCOVER))
+        waiting: set[str] = set()
+        with suppress(DatabaseError):
+            waiting = {route.kind for route in store.routes() if self._serves(route.queue)}
+        for name in sorted(waiting - known):
+            tell(logger, logging.WARNING, "unknown_kind", str(kinds.unknown(name)), kind=name)
+
+    def _serves(self, queue: str) -> bool:
+        return queue in self.queues if self.queues else queue != MANUAL_QUEUE
 
     def _end(self) -> None:
         self._quiet.set()

@@ -887,6 +887,7 @@ def test_exit_codes_of_real_processes(processes: Processes, tmp_path: Path) -> N
     for name, url, said in (
         ("health", nowhere, "unable to open database file"),
         ("list", empty, "manage.py migrate"),
+        ("reconcile", empty, "manage.py migrate"),
     ):
         process = processes.manage("durable_jobs", name, environment={"DATABASE_URL": url})
         started.append((process, 1, said))

@@ -144,7 +144,7 @@ def sentence_of(error: Exception) -> str:
     text = " ".join(str(error).split())
     if not isinstance(error, DatabaseError | InterfaceError):
         return text
-    if "no such table" in text or 'relation "durable_jobs' in text:
+    if database.lacks_tables(error):
         return (
             f"The database {database.alias()!r} has no tables for jobs: run manage.py migrate first. ({text})"
         )

@@ -10,6 +10,8 @@ from datetime import datetime
 from typing import Any, Final
 
 from durable_jobs import connection, database, explain, kinds, overview, selection
+from durable_jobs.conf import config
+from durable_jobs.exceptions import where_kinds_are_found
 from durable_jobs.explain import Phase, Reason
 from durable_jobs.kinds import Kind
 from durable_jobs.management import arguments
@@ -193,9 +195,7 @@ class Kinds(Act):
             out.document([_as_kind(kind) for kind in registered])
             return OK
         if not registered:
-            out.say(
-                "No kind is registered. Kinds are found in the modules that DURABLE_JOBS['DISCOVER'] names."
-            )
+            out.say(f"No kind is registered here. {where_kinds_are_found(config.DISCOVER)}")
             return OK
         out.table(
             ["kind", "queue", "worker lost", "failures", "lease", "description"],

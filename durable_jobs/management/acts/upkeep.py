@@ -79,6 +79,7 @@ class Reconcile(Act):
     def run(self, options: dict[str, Any], out: Output) -> int:
         if options["dry_run"]:
             return _show_decisions(options, out)
+        store.now_and_pauses()  # the reconciler waits out a database that fails; a person wants to know
         out.say("Looking." if options["now"] else f"Looking twice, {config.GRACE:g} s apart.")
         report = service.reconcile(
             batch=options["batch_size"], tenant=options["tenant"], wait=not options["now"]
