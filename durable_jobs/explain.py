@@ -6,7 +6,6 @@ with it. `explain` reads them.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -253,7 +252,7 @@ def serves(worker: WorkerProcess, queue: str, kind: str = "") -> bool:
     """
     known = kinds.find(kind) if kind else None
     names = {kind, *((known.name, *known.aliases) if known else ())}
-    return _lists(worker.queues, {queue}) and (not kind or _lists(worker.kinds, names))
+    return _has_one(worker.queue_names, {queue}) and (not kind or _has_one(worker.kind_names, names))
 
 
 def reasons(
@@ -626,7 +625,7 @@ def _of_workers(
         sentence = _("The live workers of the queue %(queue)s do not take the kind %(kind)s.")
         facts = {"queue": job.queue_name, "kind": job.kind}
         return [Reason("unknown_kind", sentence % facts, " ".join((_("Start one that does."), register)))]
-    if kind is None and not any(_lists(worker.kinds, {job.kind}, empty=False) for worker in knowing):
+    if kind is None and not any(job.kind in worker.kind_names for worker in knowing):
         return [unknown_here]
     return []
 
@@ -719,13 +718,9 @@ def _has(found: Sequence[Reason], prefix: str) -> bool:
     return any(reason.code.startswith(prefix) for reason in found)
 
 
-def _lists(names: str, wanted: Collection[str], *, empty: bool = True) -> bool:
-    """Whether a list in JSON has one of the names; `empty` is the answer of an empty one."""
-    try:
-        listed = json.loads(names or "[]")
-    except ValueError:
-        return False
-    return not set(wanted).isdisjoint(listed) if listed else empty
+def _has_one(listed: Collection[str], wanted: Collection[str]) -> bool:
+    """Whether a worker's list has one of the names; an empty list stands for all."""
+    return not listed or not set(wanted).isdisjoint(listed)
 
 
 def _ago(seconds: float) -> str:

@@ -688,3 +688,17 @@ class WorkerProcess(ReadOnlyRow):
 
     def __str__(self) -> str:
         return self.owner
+
+    @property
+    def queue_names(self) -> list[str]:
+        """The queues that it serves; none means all."""
+        return _names(self.queues)
+
+    @property
+    def kind_names(self) -> list[str]:
+        """The kinds that it takes; none means all."""
+        return _names(self.kinds)
+
+
+def _names(stored: str) -> list[str]:
+    return [str(name) for name in json.loads(stored or "[]")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -228,8 +227,8 @@ class JobAdminMixin(Screens):
         return [
             {
                 "worker": worker,
-                "queues": _listed(worker.queues),
-                "kinds": _listed(worker.kinds),
+                "queues": worker.queue_names,
+                "kinds": worker.kind_names,
                 "alive": worker.pk in alive,
                 "held": [
                     job
@@ -680,14 +679,6 @@ def _many_done(act: Act, step: acts.Step) -> str:
             "codes": codes,
         }
     return f"{said}."
-
-
-def _listed(names: str) -> list[str]:
-    try:
-        found = json.loads(names or "[]")
-    except ValueError:
-        return []
-    return [str(name) for name in found] if isinstance(found, list) else []
 
 
 def _clock(moment: datetime) -> str:

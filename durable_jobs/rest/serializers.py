@@ -464,23 +464,12 @@ class WorkerSerializer(serializers.Serializer):
     owner = serializers.CharField()
     host = serializers.CharField(allow_blank=True)
     pid = serializers.IntegerField()
-    queues = serializers.SerializerMethodField()
-    kinds = serializers.SerializerMethodField()
+    queues = serializers.ListField(child=serializers.CharField(), source="queue_names")
+    kinds = serializers.ListField(child=serializers.CharField(), source="kind_names")
     concurrency = serializers.IntegerField()
     release = serializers.CharField(allow_blank=True)
     started_at = Moment()
     beat_at = Moment()
-
-    def get_queues(self, worker: Any) -> list[str]:
-        return _listed(worker.queues)
-
-    def get_kinds(self, worker: Any) -> list[str]:
-        return _listed(worker.kinds)
-
-
-def _listed(text: str) -> list[str]:
-    parsed = _parsed(text or "[]")
-    return [str(name) for name in parsed] if isinstance(parsed, list) else []
 
 
 class CheckSerializer(serializers.Serializer):
