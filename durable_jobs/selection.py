@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -30,6 +30,8 @@ SAMPLE: Final = 10
 WINDOW: Final = 20_000
 """What no index answers is looked for among so many jobs at a time."""
 
+RESTING: Final = frozenset((Phase.COMPLETED, Phase.CANCELLED, Phase.HELD))
+"""Statuses and phases of many rows, which no partial index finds; every other one has one, or few rows."""
 LARGE_COLUMNS: Final = ("input_text", "checkpoint_text", "result_text", "error_message", "meta")
 
 
@@ -122,11 +124,10 @@ class Selection:
     @property
     def is_indexed(self) -> bool:
         """Whether an index finds these jobs; the others are looked for in windows of the list."""
-        rest = (Phase.COMPLETED, Phase.CANCELLED, Phase.HELD)
-        is_rest = self.phase in rest or self.status in {phase.value for phase in rest}
         if any(value is not None for value in (self.ids, self.subject, self.lock_key, self.idempotency_key)):
             return True
-        if self.unended or ((self.status or self.phase) is not None and not is_rest):
+        states = [state for state in (self.status, self.phase) if state is not None]
+        if self.unended or (states and RESTING.isdisjoint(states)):
             return True
         return any(
             value is not None
@@ -374,16 +375,16 @@ def _grouped(selection: Selection, look: Look, most: int) -> list[Group]:
     # a second time by their ids.
     found = jobs.order_by("finished_at" if selection.is_failed else "id")[:most]
     # No iterator(): its cursor would not outlive a transaction behind a pooler.
-    numbers = Counter(found.values_list("kind", "error_type"))
-    ordered = sorted(numbers.items(), key=lambda item: (-item[1], item[0][0]))
-    return [Group(kind, error_type or "", number) for (kind, error_type), number in ordered]
+    return _groups(found.values_list("kind", "error_type"))
 
 
 def _grouped_one_by_one(selection: Selection, look: Look, most: int) -> list[Group]:
-    numbers: dict[tuple[str, str], int] = {}
-    for job in islice(_read(selection, look, descending=False), most):
-        key = (job.kind, job.error_type or "")
-        numbers[key] = numbers.get(key, 0) + 1
+    jobs = islice(_read(selection, look, descending=False), most)
+    return _groups((job.kind, job.error_type) for job in jobs)
+
+
+def _groups(jobs: Iterable[tuple[str, str | None]]) -> list[Group]:
+    numbers = Counter((kind, error_type or "") for kind, error_type in jobs)
     ordered = sorted(numbers.items(), key=lambda item: (-item[1], item[0]))
     return [Group(kind, error_type, number) for (kind, error_type), number in ordered]
 
@@ -404,12 +405,9 @@ Act = Callable[[UUID, int], Job]
 """Acts on the job of this id, the n-th (from 0) of its bulk."""
 
 
-def act_on(ids: Iterator[list[UUID]], act: Act, *, first: int = 0) -> Iterator[Outcome]:
-    """Act on each job in a transaction of its own. An outage of the database ends it with its error.
-
-    `first` is the number of the first one, when earlier ones were acted on before.
-    """
-    number = first
+def act_on(ids: Iterator[list[UUID]], act: Act) -> Iterator[Outcome]:
+    """Act on each job in a transaction of its own. An outage of the database ends it with its error."""
+    number = 0
     for page in ids:
         for job_id in page:
             try:
@@ -419,20 +417,24 @@ def act_on(ids: Iterator[list[UUID]], act: Act, *, first: int = 0) -> Iterator[O
             number += 1
 
 
-def redriving(
-    *,
-    failed_before: datetime | None = None,
-    spread: float = 0.0,
-    jobs: int = 0,
-    elapsed: float = 0.0,
-    **options: Any,
-) -> Act:
-    """Redrive each; `spread` over so many seconds, `jobs` being their number and `elapsed` what has gone by."""
-    interval = spread / jobs if jobs else 0.0
-    began = time.monotonic() - elapsed
+@dataclass(frozen=True)
+class Spread:
+    """Jobs that come due one after the other, evenly over so many seconds; 0: all at once."""
+
+    seconds: float = 0.0
+    jobs: int = 0
+
+    def delay(self, number: int, elapsed: float) -> float:
+        """Seconds that the job of this number (from 0) still has, when so many have gone by since the first."""
+        return max(0.0, number * self.seconds / self.jobs - elapsed) if self.jobs else 0.0
+
+
+def redriving(*, failed_before: datetime | None = None, spread: Spread | None = None, **options: Any) -> Act:
+    """Redrive each, perhaps one after the other."""
+    began, paced = time.monotonic(), spread or Spread()
 
     def act(job_id: UUID, number: int) -> Job:
-        delay = max(0.0, number * interval - (time.monotonic() - began)) if interval else 0.0
+        delay = paced.delay(number, time.monotonic() - began)
         return service.redrive(job_id, delay=delay, failed_before=failed_before, scope=ALL_SCOPES, **options)
 
     return act

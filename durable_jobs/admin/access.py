@@ -23,7 +23,6 @@ FORCE: Final = "durable_jobs.force_redrive_job"
 PAUSE: Final = "durable_jobs.pause_job"
 SETTLE: Final = "durable_jobs.settle_job"
 PAYLOAD: Final = "durable_jobs.view_job_payload"
-ALL: Final = "durable_jobs.view_all_scopes"
 
 _CACHED: Final = "_durable_jobs_scopes"
 
@@ -94,6 +93,17 @@ def labels(wanted: Iterable[Scope]) -> dict[Scope, str]:
     own: Any = import_string(named_by) if isinstance(named_by, str) else named_by
     named = dict(own(unique)) if own is not None and unique else {}
     return {scope: str(named.get(scope) or _label(scope)) for scope in unique}
+
+
+def written(scope: Scope) -> str:
+    """A scope as filters and forms take it: `tenant`, or `tenant/organization`."""
+    return scope.tenant if scope.organization is None else f"{scope.tenant}/{scope.organization}"
+
+
+def parts(text: str) -> tuple[str | None, str | None]:
+    """Tenant and organization of what was written so; None for what is missing."""
+    tenant, _, organization = (part.strip() for part in text.partition("/"))
+    return tenant or None, organization or None
 
 
 def _label(scope: Scope) -> str:

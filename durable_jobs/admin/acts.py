@@ -28,7 +28,7 @@ from durable_jobs.admin import access
 from durable_jobs.exceptions import Busy, DurableJobsError
 from durable_jobs.explain import Phase, Reason
 from durable_jobs.models import Job, JobEvent, Status
-from durable_jobs.selection import Look, Place, Selection
+from durable_jobs.selection import Look, Place, Selection, Spread
 
 SECONDS_A_REQUEST: Final = 10.0
 JOBS_A_REQUEST: Final = 500
@@ -43,12 +43,11 @@ SALT: Final = "durable_jobs.admin.bulk"
 
 @dataclass(frozen=True)
 class Act:
-    """One act: its name in addresses, its words, and the permissions it needs."""
+    """One act: its name in addresses, its words, the permissions it needs, and the event that it leaves."""
 
     name: str
     label: str | Promise
     question: str | Promise
-    done: str | Promise
     permissions: tuple[str, ...]
     event: str
     danger: bool = False
@@ -119,49 +118,44 @@ class Settle(Act):
 
 CANCEL = Cancel(
     "cancel",
-    gettext_lazy("Cancel"),
-    gettext_lazy("Cancel this work?"),
-    gettext_lazy("cancelled"),
-    (access.OPERATE,),
-    "cancel_requested",
+    label=gettext_lazy("Cancel"),
+    question=gettext_lazy("Cancel this work?"),
+    permissions=(access.OPERATE,),
+    event="cancel_requested",
     danger=True,
 )
 REDRIVE = Redrive(
     "redrive",
-    gettext_lazy("Redrive (run again)"),
-    gettext_lazy("Run this work again?"),
-    gettext_lazy("redrove"),
-    (access.OPERATE,),
-    "redriven",
+    label=gettext_lazy("Redrive (run again)"),
+    question=gettext_lazy("Run this work again?"),
+    permissions=(access.OPERATE,),
+    event="redriven",
 )
 RESTART = Redrive(
     "restart",
-    gettext_lazy("Redrive from the start"),
-    gettext_lazy("Run this work again from the start?"),
-    gettext_lazy("redrove"),
-    (access.OPERATE,),
-    "redriven",
+    label=gettext_lazy("Redrive from the start"),
+    question=gettext_lazy("Run this work again from the start?"),
+    permissions=(access.OPERATE,),
+    event="redriven",
     danger=True,
     restart=True,
 )
 FORCE = Redrive(
     "force",
-    gettext_lazy("Force a redrive"),
-    gettext_lazy("Force this work to run again?"),
-    gettext_lazy("redrove"),
-    (access.OPERATE, access.FORCE),
-    "redriven",
+    label=gettext_lazy("Force a redrive"),
+    question=gettext_lazy("Force this work to run again?"),
+    permissions=(access.OPERATE, access.FORCE),
+    event="redriven",
     danger=True,
     reason_required=True,
     force=True,
 )
 SETTLE = Settle(
     "settle",
-    gettext_lazy("Settle without hooks"),
-    gettext_lazy("End this job without its hooks?"),
-    gettext_lazy("settled"),
-    (access.SETTLE,),
-    "settled_without_hooks",
+    label=gettext_lazy("Settle without hooks"),
+    question=gettext_lazy("End this job without its hooks?"),
+    permissions=(access.SETTLE,),
+    event="settled_without_hooks",
     danger=True,
     reason_required=True,
     in_bulk=False,
@@ -413,9 +407,8 @@ def _one_of_many(
     if isinstance(act, Redrive):
         if job.status == Status.FAILED:
             said["failed_before"] = bulk.moment
-        if bulk.spread and bulk.total:
-            due = number * bulk.spread / bulk.total
-            said["delay"] = max(0.0, due - elapsed - (time.monotonic() - began))
+        spread = Spread(bulk.spread, bulk.total)
+        said["delay"] = spread.delay(number, elapsed + time.monotonic() - began)
     return on_one(request, act, job, **said)
 
 

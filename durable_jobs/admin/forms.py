@@ -24,6 +24,8 @@ from durable_jobs.service import KEY_LENGTH, QUEUE_LENGTH, REASON_LENGTH, SCOPE_
 from durable_jobs.templatetags.durable_jobs import EVENTS, plain
 
 EVENTS_A_PAGE: Final = 100
+WITHOUT_INDEX: Final = {"kind": "kind", "actor": "actor__icontains", "operation": "operation_id"}
+"""Filters of the history that no index serves, and their conditions: looked for among so many events at a time."""
 
 
 class Confirmation(forms.Form):
@@ -134,10 +136,10 @@ class ScopeChoice(forms.Form):
         self._allowed = allowed
         own = Scope(config.DEFAULT_TENANT)
         first = own if allowed is None or own in allowed or not allowed else allowed[0]
-        super().__init__(data, prefix="job", initial={"scope": _written(first), "once": uuid4().hex})
+        super().__init__(data, prefix="job", initial={"scope": access.written(first), "once": uuid4().hex})
         if allowed is not None:
             labels = access.labels(allowed)
-            choices = [(_written(scope), labels[scope]) for scope in allowed]
+            choices = [(access.written(scope), labels[scope]) for scope in allowed]
             widget: Any = forms.HiddenInput if len(choices) == 1 else forms.Select
             self.fields["scope"] = forms.ChoiceField(
                 label=self.fields["scope"].label, choices=choices, widget=widget()
@@ -145,16 +147,12 @@ class ScopeChoice(forms.Form):
 
     @property
     def chosen(self) -> Scope:
-        tenant, _, organization = (part.strip() for part in self.cleaned_data["scope"].partition("/"))
-        return Scope(tenant, organization or None)
+        tenant, organization = access.parts(self.cleaned_data["scope"])
+        return Scope(tenant or "", organization)
 
     @property
     def once_key(self) -> str:
         return f"form:{self.cleaned_data['once']}"
-
-
-def _written(scope: Scope) -> str:
-    return scope.tenant if scope.organization is None else f"{scope.tenant}/{scope.organization}"
 
 
 def start(request: HttpRequest, kind: Kind, form: Any, scope: ScopeChoice) -> Started:
@@ -208,26 +206,20 @@ def events(request: HttpRequest, filters: EventFilters, rows: Any) -> tuple[list
     if "since" in said:
         ordered = ordered.filter(created_at__gte=said["since"])
     if "until" in said:
-        ordered = ordered.filter(created_at__lt=listing._through(said["until"]))
+        ordered = ordered.filter(created_at__lt=listing.through(said["until"]))
     after = _read_place(request.GET.get("after", ""))
     if after is not None:
         moment, key = after
         earlier = Q(created_at__lt=moment) | Q(created_at=moment, id__lt=key)
         ordered = ordered.filter(earlier, created_at__lte=moment)
-    narrowed = ordered
     floor = None
-    if "kind" in said or "actor" in said or "operation" in said:
-        # No index holds these: they are looked for among so many events at a time.
+    rest = {column: said[name] for name, column in WITHOUT_INDEX.items() if name in said}
+    if rest:
         floor = ordered.only("id", "created_at")[WINDOW - 1 : WINDOW].first()
-        if "kind" in said:
-            narrowed = narrowed.filter(kind=said["kind"])
-        if "actor" in said:
-            narrowed = narrowed.filter(actor__icontains=said["actor"])
-        if "operation" in said:
-            narrowed = narrowed.filter(operation_id=said["operation"])
+        ordered = ordered.filter(**rest)
         if floor is not None:
-            narrowed = narrowed.filter(created_at__gte=floor.created_at)
-    found = list(narrowed[: EVENTS_A_PAGE + 1])
+            ordered = ordered.filter(created_at__gte=floor.created_at)
+    found = list(ordered[: EVENTS_A_PAGE + 1])
     if len(found) > EVENTS_A_PAGE:
         return found[:EVENTS_A_PAGE], _place(found[EVENTS_A_PAGE - 1])
     return found, _place(floor) if floor is not None else ""

@@ -21,7 +21,7 @@ from durable_jobs import database, explain, kinds, selection
 from durable_jobs.admin import access
 from durable_jobs.conf import config
 from durable_jobs.explain import Phase, Reason
-from durable_jobs.models import LIVE, Job, Scope, Status
+from durable_jobs.models import LIVE, Job, Status
 from durable_jobs.selection import Listed, Look, Place, Selection
 from durable_jobs.templatetags.durable_jobs import PHASES
 
@@ -76,7 +76,7 @@ class Filters(forms.Form):
         self.suggestions = {
             "kind": kinds.names(),
             "queue": sorted({kind.queue for kind in kinds.all_kinds()}),
-            "scope": sorted(_written(scope) for scope in access.scopes(request) or ()),
+            "scope": sorted(access.written(scope) for scope in access.scopes(request) or ()),
         }
         for name, suggested in self.suggestions.items():
             if suggested:
@@ -98,7 +98,7 @@ class Filters(forms.Form):
         """The jobs that are asked for, within the user's scopes. A filter that means nothing is left out."""
         said: dict[str, Any] = {name: value for name, value in self.cleaned_data.items() if value}
         phase = said.get("phase")
-        tenant, organization = _parts(said.get("scope", ""))
+        tenant, organization = access.parts(said.get("scope", ""))
         chosen = Selection(
             status=Status.FAILED.value if phase == HUMAN else None,
             phase=Phase(phase) if phase and phase != HUMAN else None,
@@ -109,9 +109,9 @@ class Filters(forms.Form):
             error_type=said.get("error_type"),
             error_code=said.get("error_code"),
             created_since=said.get("created_from"),
-            created_before=_through(said.get("created_to")),
+            created_before=through(said.get("created_to")),
             ended_since=said.get("finished_from"),
-            ended_before=_through(said.get("finished_to")),
+            ended_before=through(said.get("finished_to")),
             scopes=access.scopes(request),
         )
         if (chosen.error_type or chosen.error_code) and phase is None:
@@ -123,18 +123,9 @@ class Filters(forms.Form):
         return str(self.cleaned_data.get("q", "")).strip()
 
 
-def _through(minute: datetime | None) -> datetime | None:
+def through(minute: datetime | None) -> datetime | None:
     """A time to the minute takes in that minute."""
     return minute + timedelta(minutes=1) if minute is not None else None
-
-
-def _parts(text: str) -> tuple[str | None, str | None]:
-    tenant, _, organization = (part.strip() for part in text.partition("/"))
-    return tenant or None, organization or None
-
-
-def _written(scope: Scope) -> str:
-    return scope.tenant if scope.organization is None else f"{scope.tenant}/{scope.organization}"
 
 
 @dataclass(frozen=True)

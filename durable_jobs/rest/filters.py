@@ -15,6 +15,7 @@ from rest_framework import serializers
 
 from durable_jobs.explain import Phase
 from durable_jobs.models import Job, Status
+from durable_jobs.selection import RESTING
 
 INSTANT: Final = re.compile(
     r"(\d{4})-(\d\d)-(\d\d)[Tt ](\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))?(?:([Zz])|([+-])(\d\d):(\d\d))", re.ASCII
@@ -105,22 +106,6 @@ class JobFilter(django_filters.FilterSet):
         }
         super().__init__(data, *args, **options)
 
-    INDEXED_STATES = frozenset(
-        (
-            "pending",
-            "running",
-            "failed",
-            "scheduled",
-            "waiting",
-            "paused",
-            "retrying",
-            "stopping",
-            "stuck",
-            "parked",
-        )
-    )
-    """Values of status and phase that a partial index serves, or that few rows have."""
-
     def judged_later(self, queryset: Any, name: str, value: str) -> Any:
         """All of them: the phase needs the database's time, which was read once for the whole answer."""
         return queryset
@@ -140,7 +125,8 @@ class JobFilter(django_filters.FilterSet):
     def is_indexed(self) -> bool:
         """Whether an index finds these jobs; others are looked for among so many jobs at a time."""
         given = self.given
-        return "subject_type" in given or (given.get("phase") or given.get("status")) in self.INDEXED_STATES
+        state = given.get("phase") or given.get("status")
+        return "subject_type" in given or (state is not None and state not in RESTING)
 
     @classmethod
     def checked(cls, parameters: QueryDict, queryset: Any, **options: Any) -> JobFilter:

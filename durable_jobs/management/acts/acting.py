@@ -360,11 +360,10 @@ class Redrive(_Bulk):
         return selection.redriving(**self._options(options))
 
     def act_in_bulk(self, options: dict[str, Any], look: Look, total: int) -> selection.Act:
-        spread = options["spread"].total_seconds() if options["spread"] else 0.0
+        seconds = options["spread"].total_seconds() if options["spread"] else 0.0
         return selection.redriving(
             failed_before=look.now,
-            spread=spread,
-            jobs=total,
+            spread=selection.Spread(seconds, total),
             operation=str(uuid4()),
             **self._options(options),
         )
@@ -466,7 +465,7 @@ class Unpause(_OfPause):
         ended = service.unpause(**what, actor=actor())
         left = list(Pause.objects.using(database.alias()).order_by("id"))
         if out.json:
-            out.document({"unpaused": ended, "left": [_as_pause(pause) for pause in left]})
+            out.document({"unpaused": ended, "left": [as_pause(pause) for pause in left]})
         else:
             out.say(f"Unpaused {_named(what)}." if ended else f"There is no pause of exactly {_named(what)}.")
             if left:
@@ -499,7 +498,8 @@ def _named(what: dict[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in what.items() if value) or "all work"
 
 
-def _as_pause(pause: Pause) -> dict[str, Any]:
+def as_pause(pause: Pause) -> dict[str, Any]:
+    """A pause as JSON."""
     return {
         "queue": pause.queue_name, "kind": pause.kind, "tenant": pause.tenant_id, "reason": pause.reason,
         "actor": pause.actor, "since": pause.since,

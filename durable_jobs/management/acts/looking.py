@@ -16,7 +16,7 @@ from durable_jobs.explain import Phase, Reason
 from durable_jobs.kinds import Kind
 from durable_jobs.management import arguments
 from durable_jobs.management.acts import OK, REFUSED, Act, UsageError
-from durable_jobs.management.acts.acting import found
+from durable_jobs.management.acts.acting import as_pause, found
 from durable_jobs.management.output import Output
 from durable_jobs.models import Job, JobEvent, Status
 from durable_jobs.overview import Limits
@@ -255,7 +255,7 @@ class Stats(Act):
                 ["worker", "queues", "kinds", "threads", "release", "started", "seen"],
                 [
                     (
-                        worker.owner, _listed(worker.queues), _listed(worker.kinds), worker.concurrency, worker.release,
+                        worker.owner, ", ".join(worker.queue_names) or "all", ", ".join(worker.kind_names) or "all", worker.concurrency, worker.release,
                         worker.started_at, f"{max(0, round((now.now - worker.beat_at).total_seconds()))} s ago",
                     )
                     for worker in now.workers
@@ -418,10 +418,6 @@ def cut(text: str | None, most: int = TEXT_SHOWN) -> str | None:
     return text if text is None or len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
-def _listed(names: str) -> str:
-    return ", ".join(json.loads(names or "[]")) or "all"
-
-
 # --- as JSON --------------------------------------------------------------------------------------------
 
 _BRIEF = (
@@ -473,17 +469,11 @@ def _as_stats(now: overview.Stats) -> dict[str, Any]:
         ],
         "workers": [
             {
-                "owner": worker.owner, "host": worker.host, "pid": worker.pid, "queues": json.loads(worker.queues or "[]"),
-                "kinds": json.loads(worker.kinds or "[]"), "concurrency": worker.concurrency, "release": worker.release,
+                "owner": worker.owner, "host": worker.host, "pid": worker.pid, "queues": worker.queue_names,
+                "kinds": worker.kind_names, "concurrency": worker.concurrency, "release": worker.release,
                 "started_at": worker.started_at, "beat_at": worker.beat_at,
             }
             for worker in now.workers
         ],
-        "pauses": [
-            {
-                "queue": pause.queue_name, "kind": pause.kind, "tenant": pause.tenant_id, "reason": pause.reason,
-                "actor": pause.actor, "since": pause.since,
-            }
-            for pause in now.pauses
-        ],
+        "pauses": [as_pause(pause) for pause in now.pauses],
     }  # fmt: skip
