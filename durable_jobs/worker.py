@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from django.db import connections
 from django.db.utils import Error as DatabaseError
@@ -683,7 +683,7 @@ class Worker:
             print(text, file=sys.stderr, flush=True)
 
 
-def leave(worker: Worker, code: int) -> None:
+def leave(worker: Worker, code: int) -> NoReturn:
     """End the process with this code, also when threads hang in steps that never end."""
     if not worker.has_threads_left:
         sys.exit(code)

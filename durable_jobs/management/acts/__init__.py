@@ -23,6 +23,7 @@ from django.db import DatabaseError, InterfaceError
 from durable_jobs import database
 from durable_jobs.exceptions import DurableJobsError
 from durable_jobs.management.output import Output
+from durable_jobs.supervisor import has_checked
 
 OK: Final = 0
 REFUSED: Final = 1
@@ -85,22 +86,21 @@ class ActCommand(BaseCommand):
     act: Act
     requires_migrations_checks = False
 
-    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
-        parser = super().create_parser(prog_name, subcommand, **kwargs)
-        parser.description, parser.epilog = f"{self.act.help} {self.act.details}".strip(), self.act.epilog
-        parser.formatter_class = _Formatter
-        return parser
-
     def add_arguments(self, parser: CommandParser) -> None:
         self.act.prepare(parser)
 
     def execute(self, *args: Any, **options: Any) -> Any:
-        if not self.act.has_checks:
+        if may_skip_checks(self.act, options):
             self.requires_system_checks = []
         return super().execute(*args, **options)
 
     def handle(self, *args: Any, **options: Any) -> None:
         perform(self.act, options, self)
+
+
+def may_skip_checks(act: Act, options: dict[str, Any]) -> bool:
+    """Whether an act begins without Django's system checks: it never has them, or its supervisor has run them."""
+    return not act.has_checks or has_checked(options)
 
 
 def perform(act: Act, options: dict[str, Any], command: BaseCommand) -> None:

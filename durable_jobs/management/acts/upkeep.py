@@ -1,4 +1,4 @@
-"""The acts that keep things going: worker, reconcile, prune."""
+"""The acts that keep things going: reconcile, prune."""
 
 from __future__ import annotations
 
@@ -7,38 +7,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from django.core.management.base import CommandParser
-
 from durable_jobs import explain, kinds, pruning, reconciler, service, store
 from durable_jobs.conf import config
 from durable_jobs.management import arguments
 from durable_jobs.management.acts import OK, REFUSED, Act, UsageError
-from durable_jobs.management.commands import runworker
 from durable_jobs.management.output import Output, moment
 from durable_jobs.models import Status
 from durable_jobs.reconciler import Cancel, Leave, Park, Redrive
 
 SOON: Final = timedelta(days=1)
-
-
-class Work(Act):
-    name = "worker"
-    help = str(runworker.Command.help)
-    epilog = runworker.EPILOG
-    has_json = False
-    has_checks = True
-    shows_log = True
-
-    def __init__(self) -> None:
-        self._command = runworker.Command()
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        assert isinstance(parser, CommandParser)
-        self._command.add_arguments(parser)
-
-    def run(self, options: dict[str, Any], out: Output) -> int:
-        self._command.handle(**options)
-        return OK
 
 
 class Reconcile(Act):

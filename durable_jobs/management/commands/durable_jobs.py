@@ -7,11 +7,11 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
 
-from durable_jobs.management.acts import EXIT_CODES, Act, perform
+from durable_jobs.management.acts import EXIT_CODES, Act, may_skip_checks, perform
 from durable_jobs.management.acts.acting import Cancel, PauseWork, Redrive, Settle, Start, Unpause
 from durable_jobs.management.acts.looking import Explain, Health, Kinds, List, Show, Stats
-from durable_jobs.management.acts.upkeep import Prune, Reconcile, Work
-from durable_jobs.supervisor import has_checked
+from durable_jobs.management.acts.upkeep import Prune, Reconcile
+from durable_jobs.management.acts.working import Work
 
 ACTS: tuple[type[Act], ...] = (
     Work, Reconcile, Prune, Start, List, Show, Explain, Cancel, Redrive, PauseWork, Unpause, Settle, Kinds, Stats,
@@ -51,7 +51,7 @@ class Command(BaseCommand):
             subparser.set_defaults(perform=act)
 
     def execute(self, *args: Any, **options: Any) -> Any:
-        if not options["perform"].has_checks or has_checked(options):
+        if may_skip_checks(options["perform"], options):
             self.requires_system_checks = []
         return super().execute(*args, **options)
 
