@@ -130,7 +130,9 @@ class TestEagerInATestCase(TestCase):
 # --- a broker that is away
 
 
-def test_a_start_does_not_wait_for_a_broker_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_does_not_wait_for_a_broker_that_is_away(
+    transport: CeleryTransport, caplog: pytest.LogCaptureFixture
+) -> None:
     """B67: it is told, the row is there, and the reconciler announces it."""
     kind = made()
     began = time.monotonic()
@@ -138,7 +140,8 @@ def test_a_start_does_not_wait_for_a_broker_that_is_away(caplog: pytest.LogCaptu
     # Celery's own way of connecting takes six.
     assert time.monotonic() - began < 5
     assert row(job).status == "pending"
-    assert "publish_failed" in caplog.text and "the reconciler announces the job" in caplog.text
+    assert "publish_failed" in caplog.text and "; the reconciler announces the job)" in caplog.text
+    assert f"({transport.address}; " in caplog.text and "://" in transport.address
 
 
 def test_after_a_slow_failure_the_next_ones_fail_at_once(

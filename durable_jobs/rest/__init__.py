@@ -8,3 +8,11 @@ one. Either include its addresses::
 or register the viewsets of `durable_jobs.rest.views` with the project's own router. With drf-spectacular installed
 the schema is complete; without it nothing is missed.
 """
+
+from importlib.util import find_spec
+
+if missing := [name for name in ("rest_framework", "django_filters") if find_spec(name) is None]:
+    raise ImportError(
+        f"The REST API of durable_jobs needs {' and '.join(missing)}: pip install 'durable-jobs[rest]'",
+        name=missing[0],
+    )

@@ -139,6 +139,11 @@ class BrokerTransport(BaseTransport):
         # Longer than the reconciler's passes are apart, so that it announces everything in time.
         return min(LONGEST_REACH, max(SHORTEST_REACH, 1.25 * config.TICK))
 
+    @property
+    def address(self) -> str:
+        """Where the broker is, without its password, for messages; empty where that says nothing."""
+        return ""
+
     @abc.abstractmethod
     def send(self, delivery: Delivery, queue: str, after: float) -> None:
         """Give the broker the message, to be delivered after so many seconds. May raise."""
@@ -157,7 +162,8 @@ class BrokerTransport(BaseTransport):
         try:
             self.send(delivery, queue, after)
         except Exception as error:
-            problem = f"{type(error).__name__}: {error} (the reconciler announces the job)"
+            where = f"{self.address}; " if self.address else ""
+            problem = f"{type(error).__name__}: {error} ({where}the reconciler announces the job)"
             tell(logger, logging.WARNING, "publish_failed", problem, job_id=delivery.job_id)
 
     def host(self, make: Callable[..., Any]) -> None:

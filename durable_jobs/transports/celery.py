@@ -102,6 +102,13 @@ class CeleryTransport(BrokerTransport):
                 self._rest_until = time.monotonic() + REST_SECONDS
             raise
 
+    @property
+    def address(self) -> str:
+        try:
+            return str(current_app.connection_for_write().as_uri())
+        except Exception:
+            return ""  # a broker whose library is missing: that is the error that is told already
+
     def get_state(self, job: Job) -> State:
         """What the row tells; the broker cannot be asked for a message."""
         state = state_of_row(job)
