@@ -28,8 +28,8 @@ def three() -> Iterator[list[Host]]:
     hosts.require()
     made: list[Host] = []
     try:
-        for number in (1, 2, 3):
-            made.append(Host(number))
+        for _ in range(3):
+            made.append(Host())
         yield made
     finally:
         for host in made:
@@ -62,7 +62,11 @@ def workers(three: list[Host], server: Server, processes: Processes) -> list[Pro
                 environment={"DATABASE_URL": address._replace(netloc=netloc).geturl()},
             )
         )
-    wait_until(lambda: WorkerProcess.objects.count() == 3, 60, started[0].output)
+    try:
+        wait_until(lambda: WorkerProcess.objects.count() == 3, 60, "not all three workers are there")
+    except TimeoutError as error:
+        error.add_note("\n".join(worker.output for worker in started))
+        raise
     return started
 
 
