@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db.models import Q
@@ -16,7 +16,14 @@ from durable_jobs.models import Scope
 from durable_jobs.selection import in_scopes
 from durable_jobs.service import ALL_SCOPES, AllScopes
 
-VIEW_ALL_SCOPES = "durable_jobs.view_all_scopes"
+VIEW: Final = "durable_jobs.view_job"
+START: Final = "durable_jobs.start_job"
+OPERATE: Final = "durable_jobs.operate_job"
+FORCE: Final = "durable_jobs.force_redrive_job"
+PAUSE: Final = "durable_jobs.pause_job"
+SETTLE: Final = "durable_jobs.settle_job"
+PAYLOAD: Final = "durable_jobs.view_job_payload"
+VIEW_ALL_SCOPES: Final = "durable_jobs.view_all_scopes"
 
 Scopes = tuple[Scope, ...] | AllScopes
 

@@ -11,9 +11,9 @@ from django.core import signing
 
 from durable_jobs import bounded, database, store
 from durable_jobs.conf import config
-from durable_jobs.exceptions import InvalidInput, ScopeMismatch
+from durable_jobs.exceptions import InvalidInput, ScopeMismatch, plain_text
 from durable_jobs.models import Job, Scope, Status
-from durable_jobs.receipts import ExecutionContext, text
+from durable_jobs.receipts import ExecutionContext
 
 CURSOR_SALT: Final = "durable_jobs.candidates"
 CURSOR_VERSION: Final = 1
@@ -97,7 +97,7 @@ def candidates(query: CandidateQuery, ctx: ExecutionContext) -> CandidatePage:
 
 def _checked_query(query: CandidateQuery, scope: Scope, ctx: ExecutionContext) -> list[Any]:
     """What a cursor is bound to."""
-    text("kind", query.kind, 200)
+    plain_text("kind", query.kind, 200)
     if ctx.scope != scope:
         raise ScopeMismatch("scope", ctx.scope)
     if not isinstance(query.actor, str) or not query.actor.strip() or ctx.actor != query.actor:

@@ -603,6 +603,21 @@ def clean(text: str) -> str:
     return _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
+def plain_text(field: str, value: object, longest: int, way_out: str = "") -> str:
+    """The value, if it is a text that can be stored: not blank, at most so many characters; else `InvalidInput`."""
+    usual = f"Use a text of 1 to {longest:,} characters."
+    if not isinstance(value, str):
+        raise InvalidInput(field, value, "is not a text", way_out or usual)
+    if not value.strip():
+        raise InvalidInput(field, value, "is blank", way_out or usual)
+    if len(value) > longest:
+        raise InvalidInput(field, value, f"has {len(value):,} characters", usual)
+    if clean(value) != value:
+        raise InvalidInput(field, value, "holds NUL or a lone surrogate", "Use plain text.")
+    # A str subclass (SafeString) may be adapted differently by a driver.
+    return str.__str__(value)
+
+
 def cut(text: str, limit: int) -> str:
     """Shorten a text to `limit` characters, keeping its head and its tail."""
     if len(text) <= limit:

@@ -36,6 +36,7 @@ from durable_jobs.exceptions import (
     NotFound,
     NotReclaimable,
     describe,
+    plain_text,
 )
 from durable_jobs.logs import log
 from durable_jobs.models import MANUAL_QUEUE, TERMINAL, Job, Scope, Status
@@ -97,10 +98,10 @@ class JobManager:
         self.scope = Scope(config.DEFAULT_TENANT) if scope is None else scope
         if not isinstance(self.scope, Scope):
             raise InvalidInput("scope", scope, "is not a Scope", "Pass Scope(tenant, organization).")
-        receipts.text("scope.tenant", self.scope.tenant, 64)
+        plain_text("scope.tenant", self.scope.tenant, 64)
         if self.scope.organization is not None:
-            receipts.text("scope.organization", self.scope.organization, 64)
-        self.actor = receipts.text("actor", actor, 200) if actor else ""
+            plain_text("scope.organization", self.scope.organization, 64)
+        self.actor = plain_text("actor", actor, 200) if actor else ""
         self.lease_seconds = receipts.lease_length(lease_seconds)
         self.max_jobs = receipts.limit("max_jobs", max_jobs)
         self.owner = receipts.make_owner("manager")

@@ -46,6 +46,16 @@ def uuid7() -> uuid.UUID:
     return uuid.UUID(int=(high >> 12) << 80 | 0x7 << 76 | (high & 0xFFF) << 64 | 0b10 << 62 | low)
 
 
+def as_uuid(value: object) -> UUID | None:
+    """The UUID that a value is, or is the text of; None for anything else."""
+    if isinstance(value, UUID):
+        return value
+    try:
+        return UUID(str(value))
+    except ValueError:
+        return None
+
+
 @dataclass(frozen=True)
 class Scope:
     """Whose job it is: a tenant, and within it an organization or none (`None` is a value of its own)."""

@@ -45,9 +45,10 @@ from durable_jobs.exceptions import (
     clean,
     cut,
     describe,
+    plain_text,
 )
 from durable_jobs.logs import log
-from durable_jobs.models import MANUAL_QUEUE, Job, Scope, Status, note_diagnostic, uuid7
+from durable_jobs.models import MANUAL_QUEUE, Job, Scope, Status, as_uuid, note_diagnostic, uuid7
 from durable_jobs.store import Image, Lease, NewJob
 
 __all__ = [
@@ -156,12 +157,12 @@ class ExecutionContext:
     def __post_init__(self) -> None:
         if not isinstance(self.scope, Scope):
             raise InvalidInput("scope", self.scope, "is not a Scope", "Pass Scope(tenant, organization).")
-        text("scope.tenant", self.scope.tenant, 64)
+        plain_text("scope.tenant", self.scope.tenant, 64)
         if self.scope.organization is not None:
-            text("scope.organization", self.scope.organization, 64)
-        text("kind", self.kind, 200)
+            plain_text("scope.organization", self.scope.organization, 64)
+        plain_text("kind", self.kind, 200)
         if self.idempotency_key is not None:
-            text("idempotency_key", self.idempotency_key, 200)
+            plain_text("idempotency_key", self.idempotency_key, 200)
         if not isinstance(self.actor, str):
             raise InvalidInput("actor", self.actor, "is not a text", "Say who acts, in words.")
         number = isinstance(self.deadline, int | float) and not isinstance(self.deadline, bool)
@@ -414,7 +415,7 @@ def _finalize(
         raise InvalidInput(
             "outcome.status", status, "is no outcome of an attempt", "Use failed or cancelled."
         )
-    message = cut(text("outcome.message", outcome.message, 10**9), MESSAGE_LENGTH)
+    message = cut(plain_text("outcome.message", outcome.message, 10**9), MESSAGE_LENGTH)
     fence = _required_fence(ctx)
     _refuse_async("bookkeeping", bookkeeping)
     with _transaction(ctx, "finalize_atomically", fence.lease.job_id, active=False) as unit:
@@ -469,7 +470,7 @@ def retry_atomically(
             "ctx.fence", "a fence", "belongs to an earlier attempt", "Pass a fresh context without a fence."
         )
     wanted, ttl = job_uuid(job_id), lease_length(lease_seconds)
-    new_owner = make_owner("receipts") if owner is None else text("owner", owner, 200)
+    new_owner = make_owner("receipts") if owner is None else plain_text("owner", owner, 200)
     capacity = capacities(ctx.kind, ctx.scope, max_running)
     _refuse_async("retain", retain)
     with _transaction(ctx, "retry_atomically", wanted) as unit:
@@ -717,9 +718,9 @@ def new_job(
 ) -> NewJob:
     """What `store` inserts, checked before any transaction."""
     key = input = None
-    text("kind", kind, 200)
+    plain_text("kind", kind, 200)
     if submission is not None:
-        key = text("idempotency_key", submission.idempotency_key, 200)
+        key = plain_text("idempotency_key", submission.idempotency_key, 200)
         input = submission.input
         jsontext.verify(input, field="input", limit=config.MAX_INPUT_BYTES)
     if ctx is not None:
@@ -882,26 +883,10 @@ def make_owner(role: str) -> str:
 
 def job_uuid(job_id: object) -> UUID:
     """The id as a UUID; `NotReclaimable` for what is none."""
-    if isinstance(job_id, UUID):
-        return job_id
-    try:
-        return UUID(str(job_id))
-    except ValueError:
-        raise NotReclaimable(str(job_id)[:100], "that is no job's id") from None
-
-
-def text(field: str, value: object, most: int) -> str:
-    """A text that is not blank; `InvalidInput` otherwise."""
-    way_out = f"Use a text of 1 to {most:,} characters."
-    if not isinstance(value, str):
-        raise InvalidInput(field, value, "is not a text", way_out)
-    if not value.strip():
-        raise InvalidInput(field, value, "is blank", way_out)
-    if len(value) > most:
-        raise InvalidInput(field, value, f"has {len(value):,} characters", way_out)
-    if clean(value) != value:
-        raise InvalidInput(field, value, "holds NUL or a lone surrogate", "Use plain text.")
-    return str.__str__(value)
+    found = as_uuid(job_id)
+    if found is None:
+        raise NotReclaimable(str(job_id)[:100], "that is no job's id")
+    return found
 
 
 def lease_length(value: object) -> float:

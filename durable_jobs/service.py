@@ -40,10 +40,11 @@ from durable_jobs.exceptions import (
     NotSettleable,
     Refusal,
     RestartNotAllowed,
+    plain_text,
 )
 from durable_jobs.kinds import QUEUE_NAME, RESERVED_QUEUE, Kind
 from durable_jobs.logs import log
-from durable_jobs.models import TERMINAL, Job, JobEvent, Scope, Status, Verdict, uuid7
+from durable_jobs.models import TERMINAL, Job, JobEvent, Scope, Status, Verdict, as_uuid, uuid7
 from durable_jobs.store import NewJob
 
 __all__ = [
@@ -244,7 +245,7 @@ def start_many(rows: Iterable[Mapping[str, Any]]) -> list[Started | DurableJobsE
 
 def get(job_id: UUID | str, *, scope: Scope | AllScopes | None = None) -> Job | None:
     """The job as it now is, or None when the scope has no such job."""
-    job_uuid = _job_id(job_id)
+    job_uuid = as_uuid(job_id)
     job = store.get(job_uuid) if job_uuid else None
     wanted = _scope(scope)
     if job is None or (wanted is not None and job.scope != wanted):
@@ -481,7 +482,7 @@ def settle_without_hooks(
     The project's own row stays as it is, and the job is not marked as mirrored. Both `actor` and `reason` are
     kept in the job's history. Raises `NotFound`, `InvalidInput` (no reason), `NotSettleable`.
     """
-    why = _text("reason", reason, REASON_LENGTH, "Say why the project's row is left as it is.")
+    why = plain_text("reason", reason, REASON_LENGTH, "Say why the project's row is left as it is.")
     who = _actor(actor)
     job_uuid, wanted = _required_id(job_id), _scope(scope)
     with database.joined(database.alias()):
@@ -502,7 +503,7 @@ def pause(*, queue: str = "", kind: str = "", tenant: str = "", reason: str, act
     Running slices are asked to yield at their next boundary, which counts no failure. Starting stays allowed.
     Raises `InvalidInput` for a blank reason or a name too long. A kind need not be known here.
     """
-    why = _text("reason", reason, REASON_LENGTH, "Say why, for whoever finds the work standing.")
+    why = plain_text("reason", reason, REASON_LENGTH, "Say why, for whoever finds the work standing.")
     who = _actor(actor)
     store.pause(**_pause_of(queue, kind, tenant), reason=why, actor=who.text, actor_id=who.id)
     log("paused", level=logging.WARNING, queue=queue, kind_=kind, tenant=tenant, actor=who.text)
@@ -725,7 +726,7 @@ def _prepare(
 def _pause_of(queue: str, kind: str, tenant: str) -> dict[str, str]:
     def part(field: str, value: str, most: int) -> str:
         return (
-            _text(field, value, most, f"Use at most {most} characters, or leave it blank for all.")
+            plain_text(field, value, most, f"Use at most {most} characters, or leave it blank for all.")
             if value
             else ""
         )
@@ -737,29 +738,18 @@ def _pause_of(queue: str, kind: str, tenant: str) -> dict[str, str]:
     }
 
 
-def _text(field: str, value: object, limit: int, way_out: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidInput(field, value, "is not a text", way_out)
-    if not value.strip():
-        raise InvalidInput(field, value, "is blank", way_out)
-    if len(value) > limit:
-        raise InvalidInput(field, value, f"has {len(value)} characters", f"Use at most {limit}.")
-    if jsontext.clean(value) != value:
-        raise InvalidInput(field, value, "holds NUL or a lone surrogate", "Use plain text.")
-    # A str subclass (SafeString) may be adapted differently by a driver.
-    return str.__str__(value)
-
-
 def _key(field: str, value: object) -> str | None:
     if value is None:
         return None
-    return _text(field, value, KEY_LENGTH, f"Pass a text of 1 to {KEY_LENGTH} characters, or None.")
+    return plain_text(field, value, KEY_LENGTH, f"Pass a text of 1 to {KEY_LENGTH} characters, or None.")
 
 
 def _operation(value: object) -> str | None:
     if value is None:
         return None
-    return _text("operation", value, OPERATION_LENGTH, f"Use 1 to {OPERATION_LENGTH} characters, or None.")
+    return plain_text(
+        "operation", value, OPERATION_LENGTH, f"Use 1 to {OPERATION_LENGTH} characters, or None."
+    )
 
 
 def _scope(scope: object) -> Scope | None:
@@ -772,11 +762,10 @@ def _scope(scope: object) -> Scope | None:
         raise InvalidInput(
             "scope", scope, "is not a Scope", "Pass Scope(tenant, organization), or ALL_SCOPES."
         )
-    way_out = f"Use a text of 1 to {SCOPE_LENGTH} characters."
-    tenant = _text("scope.tenant", scope.tenant, SCOPE_LENGTH, way_out)
+    tenant = plain_text("scope.tenant", scope.tenant, SCOPE_LENGTH)
     organization = scope.organization
     if organization is not None:
-        organization = _text("scope.organization", organization, SCOPE_LENGTH, way_out)
+        organization = plain_text("scope.organization", organization, SCOPE_LENGTH)
     return Scope(tenant, organization)
 
 
@@ -808,7 +797,7 @@ def _subject(kind: Kind, subject: object) -> tuple[str | None, str | None]:
                 f"lives in the database {home!r}, jobs in {using!r}: they could not change in one transaction",
                 "Start the job without a subject, or keep both in one database.",
             )
-        identity = _text("subject.pk", str(subject.pk), KEY_LENGTH, "Use a shorter primary key.")
+        identity = plain_text("subject.pk", str(subject.pk), KEY_LENGTH, "Use a shorter primary key.")
     if kind.mirror is not None:
         kind.mirror.check_subject(label)
     return label, identity
@@ -931,17 +920,8 @@ def _actor(actor: Any) -> _Actor:
     )
 
 
-def _job_id(job_id: object) -> UUID | None:
-    if isinstance(job_id, UUID):
-        return job_id
-    try:
-        return UUID(str(job_id))
-    except ValueError:
-        return None
-
-
 def _required_id(job_id: object) -> UUID:
-    found = _job_id(job_id)
+    found = as_uuid(job_id)
     if found is None:
         raise NotFound(job_id)
     return found

@@ -10,19 +10,42 @@ from django.http import HttpRequest
 from django.utils.module_loading import import_string
 
 from durable_jobs import kinds, selection
-from durable_jobs.access import scopes_of, sees_everything
+from durable_jobs.access import (
+    FORCE,
+    OPERATE,
+    PAUSE,
+    PAYLOAD,
+    SETTLE,
+    START,
+    VIEW,
+    scopes_of,
+    sees_everything,
+)
 from durable_jobs.conf import config
 from durable_jobs.kinds import Kind
 from durable_jobs.models import Pause, Scope
 from durable_jobs.service import AllScopes
 
-VIEW: Final = "durable_jobs.view_job"
-START: Final = "durable_jobs.start_job"
-OPERATE: Final = "durable_jobs.operate_job"
-FORCE: Final = "durable_jobs.force_redrive_job"
-PAUSE: Final = "durable_jobs.pause_job"
-SETTLE: Final = "durable_jobs.settle_job"
-PAYLOAD: Final = "durable_jobs.view_job_payload"
+__all__ = [
+    "FORCE",
+    "OPERATE",
+    "PAUSE",
+    "PAYLOAD",
+    "SETTLE",
+    "START",
+    "VIEW",
+    "among",
+    "among_events",
+    "closed_kinds",
+    "is_visible",
+    "labels",
+    "may",
+    "may_act_on",
+    "may_pause",
+    "parts",
+    "scopes",
+    "written",
+]
 
 _CACHED: Final = "_durable_jobs_scopes"
 

@@ -21,7 +21,7 @@ from durable_jobs import database, explain, kinds, selection
 from durable_jobs.admin import access
 from durable_jobs.conf import config
 from durable_jobs.explain import Phase, Reason
-from durable_jobs.models import LIVE, Job, Status
+from durable_jobs.models import LIVE, Job, Status, as_uuid
 from durable_jobs.selection import Listed, Look, Place, Selection
 from durable_jobs.templatetags.durable_jobs import PHASES
 
@@ -228,7 +228,7 @@ def subject_of(job: Job, site: Any) -> Subject | None:
 
 def _search(words: str, chosen: Selection, look: Look, after: Place | None) -> tuple[Selection, Listed]:
     """An exact id first; then subject, lock key and idempotency key, by index where there is one."""
-    job_id = _as_id(words)
+    job_id = as_uuid(words)
     if job_id is not None:
         exact = Selection(ids=(job_id,), scopes=chosen.scopes)
         return exact, selection.listed(exact, look, limit=1)
@@ -237,13 +237,6 @@ def _search(words: str, chosen: Selection, look: Look, after: Place | None) -> t
         among = replace(chosen, ids=tuple(found))
         return among, selection.listed(among, look, limit=MOST_FOUND)
     return chosen, _among_the_newest(words, chosen, look, after)
-
-
-def _as_id(words: str) -> UUID | None:
-    try:
-        return UUID(words)
-    except ValueError:
-        return None
 
 
 def _by_index(words: str, chosen: Selection) -> list[UUID]:

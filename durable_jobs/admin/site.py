@@ -28,7 +28,7 @@ from durable_jobs.admin import job as job_page
 from durable_jobs.admin.acts import ACTS, Act, Bulk
 from durable_jobs.admin.listing import Filters
 from durable_jobs.exceptions import DurableJobsError, InvalidInput
-from durable_jobs.models import Job, JobEvent, Pause, Scope, WorkerProcess
+from durable_jobs.models import Job, JobEvent, Pause, Scope, WorkerProcess, as_uuid
 from durable_jobs.selection import LARGE_COLUMNS, Look, Selection
 from durable_jobs.templatetags.durable_jobs import PHASES, number, span
 
@@ -350,10 +350,8 @@ class JobAdminMixin(Screens):
         )
 
     def _found(self, jobs: Any, job_id: Any) -> Job | None:
-        try:
-            found: Job | None = jobs.filter(pk=UUID(str(job_id))).first()
-        except ValueError:
-            return None
+        known = as_uuid(job_id)
+        found: Job | None = jobs.filter(pk=known).first() if known is not None else None
         return found
 
     def _missing(self, request: HttpRequest, job_id: Any) -> HttpResponse:
@@ -482,13 +480,9 @@ class JobAdminMixin(Screens):
     def _chosen(self, request: HttpRequest) -> Selection | None:
         if request.POST.get("all"):
             return Filters(request).selection(request)
-        ids = []
-        for text in request.POST.getlist("ids")[: 2 * listing.PAGE]:
-            try:
-                ids.append(UUID(text))
-            except ValueError:
-                continue
-        return Selection(ids=tuple(ids)) if ids else None
+        ticked = map(as_uuid, request.POST.getlist("ids")[: 2 * listing.PAGE])
+        ids = tuple(job_id for job_id in ticked if job_id is not None)
+        return Selection(ids=ids) if ids else None
 
     def bulk_view(self, request: HttpRequest) -> HttpResponse:
         """Carry out a confirmed act on many jobs: a part of it with each POST."""

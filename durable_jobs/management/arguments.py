@@ -17,7 +17,7 @@ from django.utils.dateparse import parse_date, parse_datetime
 
 from durable_jobs.conf import config
 from durable_jobs.explain import Phase
-from durable_jobs.models import Status
+from durable_jobs.models import Status, as_uuid
 from durable_jobs.selection import Selection
 
 UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
@@ -86,10 +86,10 @@ def later(text: str) -> datetime | timedelta:
 
 
 def job_id(text: str) -> UUID:
-    try:
-        return UUID(text)
-    except ValueError:
-        raise _refused(text, "is not a job's id", "Use the id that list and start print") from None
+    found = as_uuid(text)
+    if found is None:
+        raise _refused(text, "is not a job's id", "Use the id that list and start print")
+    return found
 
 
 def whole(least: int, most: int) -> Any:

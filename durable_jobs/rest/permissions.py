@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
 
+from durable_jobs import access
+
 
 class HasPermission(BasePermission):
     """The signed-in user has one permission of the model `Job`."""
@@ -17,13 +19,13 @@ class HasPermission(BasePermission):
     def has_permission(self, request: Request, view: Any) -> bool:
         """Whether the user has it."""
         user = request.user
-        return bool(user and user.is_authenticated and user.has_perm(f"durable_jobs.{self.permission}"))
+        return bool(user and user.is_authenticated and user.has_perm(self.permission))
 
 
 class CanView(HasPermission):
     """May look at jobs, kinds, workers and pauses."""
 
-    permission = "view_job"
+    permission = access.VIEW
 
 
 class CanViewPayload(CanView):
@@ -37,26 +39,26 @@ class CanViewPayload(CanView):
 class CanStart(HasPermission):
     """May start jobs."""
 
-    permission = "start_job"
+    permission = access.START
 
 
 class CanOperate(HasPermission):
     """May cancel and redrive."""
 
-    permission = "operate_job"
+    permission = access.OPERATE
 
 
 class CanPause(HasPermission):
     """May pause and unpause."""
 
-    permission = "pause_job"
+    permission = access.PAUSE
 
 
 def may_see_payload(request: Request) -> bool:
     """Whether input, checkpoint and result are shown."""
-    return bool(request.user.has_perm("durable_jobs.view_job_payload"))
+    return bool(request.user.has_perm(access.PAYLOAD))
 
 
 def may_force(request: Request) -> bool:
     """Whether a redrive may be forced."""
-    return bool(request.user.has_perm("durable_jobs.force_redrive_job"))
+    return bool(request.user.has_perm(access.FORCE))

@@ -20,8 +20,8 @@ from durable_jobs.kinds import Kind
 from durable_jobs.models import Job, JobEvent, Status, Verdict
 from durable_jobs.rest.starting import is_startable
 from durable_jobs.selection import Look
+from durable_jobs.service import KEY_LENGTH, QUEUE_LENGTH, REASON_LENGTH, SCOPE_LENGTH
 
-REASON_LENGTH = 2000
 HISTORIC_PAYLOADS = ("input", "checkpoint", "result")
 """Names under which an event's data may hold the job's payload as text."""
 
@@ -519,9 +519,9 @@ class RedriveBody(Body):
 class UnpauseBody(Body):
     """Exactly the pause as it was set; nothing is all work."""
 
-    queue = StrictText(required=False, allow_blank=True, max_length=100)
-    kind = StrictText(required=False, allow_blank=True, max_length=200)
-    tenant = StrictText(required=False, allow_blank=True, max_length=64)
+    queue = StrictText(required=False, allow_blank=True, max_length=QUEUE_LENGTH)
+    kind = StrictText(required=False, allow_blank=True, max_length=KEY_LENGTH)
+    tenant = StrictText(required=False, allow_blank=True, max_length=SCOPE_LENGTH)
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
         """Refuses what is blank but not empty: it would name nothing that exists."""

@@ -43,7 +43,7 @@ from durable_jobs.exceptions import (
     Refusal,
 )
 from durable_jobs.explain import Phase
-from durable_jobs.models import Job, JobEvent, Pause, Scope, Status
+from durable_jobs.models import Job, JobEvent, Pause, Scope, Status, as_uuid
 from durable_jobs.receipts import ExecutionContext
 from durable_jobs.rest import filters, paging, starting
 from durable_jobs.rest.filters import JobFilter
@@ -157,7 +157,7 @@ class JobsViewSet(ViewSet):
         return response
 
     def _refused(self, refusal: DurableJobsError) -> Response:
-        job_id = getattr(refusal, "job_id", None) or _uuid(self.kwargs.get("pk"))
+        job_id = getattr(refusal, "job_id", None) or as_uuid(self.kwargs.get("pk"))
         now = None
         if self.detail and isinstance(job_id, UUID):
             now = (
@@ -361,7 +361,7 @@ class JobViewSet(JobsViewSet):
 
     def _one(self, pk: str, where: Q, *, light: bool = False) -> Job:
         """The job of this id among those that the caller may see; a foreign id and a missing one are the same."""
-        job_id = _uuid(pk)
+        job_id = as_uuid(pk)
         if job_id is None:
             raise exceptions.NotFound
         rows = _jobs().filter(where, id=job_id)
@@ -534,13 +534,6 @@ def _reading(chosen: JobFilter, visible: Any, scopes: access.Scopes, look: Look)
             if ends:
                 rows, within = rows.filter(created_at__lt=min(ends)), within.filter(created_at__lt=min(ends))
     return Reading(rows, within, by_time, judge)
-
-
-def _uuid(text: object) -> UUID | None:
-    try:
-        return UUID(str(text))
-    except ValueError:
-        return None
 
 
 def _require_permissions(request: Request, kind: kinds.Kind) -> None:
