@@ -20,6 +20,8 @@ from durable_jobs.exceptions import shown
 
 NAME: Final = "DURABLE_JOBS"
 QUEUE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+MANUAL_QUEUE: Final = "manual"
+"""The reserved queue of jobs that workers and the reconciler leave alone."""
 
 T = TypeVar("T")
 Rule = Callable[[Any], "str | None"]
@@ -135,10 +137,10 @@ def function_or_none(value: Any) -> str | None:
 
 
 def queue_name(value: Any) -> str | None:
-    """Allow the names of queues; `manual` is reserved for jobs that no worker runs."""
-    if isinstance(value, str) and QUEUE_NAME.fullmatch(value) and value != "manual":
+    """Allow the names of queues, the reserved one apart."""
+    if isinstance(value, str) and QUEUE_NAME.fullmatch(value) and value != MANUAL_QUEUE:
         return None
-    return "a name of at most 100 letters, digits, '.', '_' and '-', other than 'manual'"
+    return f"a name of at most 100 letters, digits, '.', '_' and '-', other than {MANUAL_QUEUE!r}"
 
 
 KIB: Final = 1024

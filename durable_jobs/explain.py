@@ -18,13 +18,12 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_noop, ngettext, pgettext
 
 from durable_jobs import database, kinds, store
-from durable_jobs.conf import config
+from durable_jobs.conf import MANUAL_QUEUE, config
 from durable_jobs.exceptions import cut
 from durable_jobs.kinds import Kind
 from durable_jobs.lifecycle import MIRROR_STUCK_AFTER
 from durable_jobs.models import (
     CHANGED_INPUT,
-    MANUAL_QUEUE,
     CancelRequest,
     Job,
     JobEvent,

@@ -38,7 +38,7 @@ from django.utils.functional import Promise
 from django.utils.module_loading import module_has_submodule
 
 from durable_jobs import database, exceptions
-from durable_jobs.conf import config
+from durable_jobs.conf import MANUAL_QUEUE, QUEUE_NAME, config
 from durable_jobs.exceptions import (
     LONGEST_DELAY,
     ErrorClass,
@@ -83,8 +83,6 @@ __all__ = [
 ]
 
 MAX_NAME_LENGTH: Final = 200
-RESERVED_QUEUE: Final = "manual"
-QUEUE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 PERMISSION_NAME: Final = re.compile(r"[A-Za-z_]\w*\.\w+")
 DOTTED_PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 ORPHAN_POLICIES: Final = ("park", "redrive")
@@ -607,7 +605,7 @@ def _faults_of_names(kind: Kind) -> Iterator[Fault]:
             "is not a queue's name",
             "Use 1 to 100 letters, digits, dots, dashes and underscores, beginning with a letter or a digit.",
         )
-    elif kind.queue == RESERVED_QUEUE:
+    elif kind.queue == MANUAL_QUEUE:
         yield Fault("queue", kind.queue, "is reserved for jobs that no worker runs", "Choose another name.")
 
 

@@ -6,6 +6,9 @@ import logging
 from typing import Any
 
 _TAKEN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "event"}
+"""Attributes that a record has of its own, which logging refuses: a fact of such a name gets an underscore."""
+
+_logger = logging.getLogger("durable_jobs.jobs")
 
 
 def tell(
@@ -23,13 +26,11 @@ def tell(
     """
     if not logger.isEnabledFor(level):
         return
-    # Some names belong to the record itself, and logging refuses them.
     facts = {f"{name}_" if name in _TAKEN else name: value for name, value in facts.items()}
     fields = {name: value if isinstance(value, int | float) else str(value) for name, value in facts.items()}
-    extra = {f"{name}_" if name in _RECORD else name: value for name, value in fields.items()}
     words = [event, *(f"{name}={value}" for name, value in fields.items())]
     text = " ".join(words) + (f": {sentence}" if sentence else "")
-    logger.log(level, "%s", text, exc_info=error, extra={"event": event, **extra})
+    logger.log(level, "%s", text, exc_info=error, extra={"event": event, **fields})
 
 
 def log(
@@ -47,8 +48,3 @@ def log(
         facts = {"job_id": job.id, "kind": job.kind, **facts}
     given = {name: value for name, value in facts.items() if value is not None and value != ""}
     tell(_logger, level, event, error=error, **given)
-
-
-_logger = logging.getLogger("durable_jobs.jobs")
-_RECORD = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime"))
-"""Attributes that a log record has of its own; a fact of such a name gets an underscore."""

@@ -27,7 +27,7 @@ from django.db import connections, transaction
 
 from durable_jobs import connection as own_connection
 from durable_jobs import database, jsontext, kinds, lifecycle, receipts, service, store
-from durable_jobs.conf import config
+from durable_jobs.conf import MANUAL_QUEUE, config
 from durable_jobs.exceptions import (
     Aborted,
     InvalidInput,
@@ -39,7 +39,7 @@ from durable_jobs.exceptions import (
     plain_text,
 )
 from durable_jobs.logs import log
-from durable_jobs.models import MANUAL_QUEUE, TERMINAL, Job, Scope, Status
+from durable_jobs.models import TERMINAL, Job, Scope, Status
 from durable_jobs.receipts import Capacity, ExecutionContext, Submission
 from durable_jobs.store import Lease
 

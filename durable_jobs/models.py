@@ -23,6 +23,7 @@ from django.utils.translation import gettext_lazy as _
 from django.utils.translation import gettext_noop
 
 from durable_jobs import database
+from durable_jobs.conf import MANUAL_QUEUE
 from durable_jobs.exceptions import DirectWrite, ErrorClass
 
 _uuid_lock = threading.Lock()
@@ -96,9 +97,6 @@ CHANGED_INPUT = gettext_noop(
 
 LIVE = (Status.PENDING, Status.RUNNING)
 TERMINAL = (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
-
-MANUAL_QUEUE = "manual"
-"""The reserved queue of jobs that workers and the reconciler leave alone."""
 
 
 class ReadOnlyQuerySet(models.QuerySet[Any]):

@@ -17,9 +17,9 @@ from django.db import Error
 from django.db.models import Count, DateTimeField, F, FloatField, Func, Min, Q, Value
 
 from durable_jobs import database, explain, store
-from durable_jobs.conf import config
+from durable_jobs.conf import MANUAL_QUEUE, config
 from durable_jobs.lifecycle import MIRROR_STUCK_AFTER
-from durable_jobs.models import MANUAL_QUEUE, Job, Pause, Status, WorkerProcess
+from durable_jobs.models import Job, Pause, Status, WorkerProcess
 from durable_jobs.selection import LARGE_COLUMNS
 
 MOST: Final = 10_000

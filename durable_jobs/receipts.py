@@ -30,7 +30,7 @@ from django.db import transaction as django_transaction
 
 from durable_jobs import bounded, database, jsontext, kinds, lifecycle, signals, store
 from durable_jobs.bounded import Bounded
-from durable_jobs.conf import config
+from durable_jobs.conf import MANUAL_QUEUE, config
 from durable_jobs.exceptions import (
     Busy,
     DeadlineExceeded,
@@ -48,7 +48,7 @@ from durable_jobs.exceptions import (
     plain_text,
 )
 from durable_jobs.logs import log
-from durable_jobs.models import MANUAL_QUEUE, Job, Scope, Status, as_uuid, note_diagnostic, uuid7
+from durable_jobs.models import Job, Scope, Status, as_uuid, note_diagnostic, uuid7
 from durable_jobs.store import Image, Lease, NewJob
 
 __all__ = [

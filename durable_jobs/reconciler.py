@@ -30,11 +30,11 @@ from uuid import UUID
 from django.db import Error
 
 from durable_jobs import database, kinds, lifecycle, store, transports
-from durable_jobs.conf import config
+from durable_jobs.conf import MANUAL_QUEUE, config
 from durable_jobs.exceptions import HookFailed
 from durable_jobs.kinds import Kind
 from durable_jobs.logs import log
-from durable_jobs.models import MANUAL_QUEUE, Job
+from durable_jobs.models import Job
 from durable_jobs.outage import Outage
 from durable_jobs.store import Orphan, Waiting
 from durable_jobs.transports import BrokerTransport

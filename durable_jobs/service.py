@@ -23,7 +23,7 @@ from django.db.models import Model
 
 from durable_jobs import database, jsontext, kinds, lifecycle, reconciler, signals, store, transports
 from durable_jobs.candidates import CandidatePage, CandidateQuery, candidates
-from durable_jobs.conf import config
+from durable_jobs.conf import MANUAL_QUEUE, QUEUE_NAME, config
 from durable_jobs.exceptions import (
     Busy,
     DurableJobsError,
@@ -42,7 +42,7 @@ from durable_jobs.exceptions import (
     RestartNotAllowed,
     plain_text,
 )
-from durable_jobs.kinds import QUEUE_NAME, RESERVED_QUEUE, Kind
+from durable_jobs.kinds import Kind
 from durable_jobs.logs import log
 from durable_jobs.models import TERMINAL, Job, JobEvent, Scope, Status, Verdict, as_uuid, uuid7
 from durable_jobs.store import NewJob
@@ -286,7 +286,7 @@ def _not_released(job_id: object, answer: store.Answer | None, now: Job | None) 
         return LockKeyHeld(now.lock_key or "", holder.id if holder else None)
     if now.status != Status.HELD:
         return NotHeld(now.id, now.status)
-    if now.queue_name == RESERVED_QUEUE:
+    if now.queue_name == MANUAL_QUEUE:
         return NotHeld(now.id, now.status, "no worker serves its queue; its manager resumes it")
     if now.diagnostic:
         return NotReclaimable(now.id, now.diagnostic.rstrip("."))
@@ -338,7 +338,7 @@ def cancel(
         transports.current().hint_cancel(job)
         return job
     kind = kinds.find(job.kind)
-    if kind is None and job.queue_name != RESERVED_QUEUE:
+    if kind is None and job.queue_name != MANUAL_QUEUE:
         # Its hooks are unknown here: a process that knows the kind ends it.
         return job
     try:
@@ -412,7 +412,7 @@ def redrive(
         raise RestartNotAllowed(before.id, before.kind)
     if before.status in (Status.COMPLETED, Status.CANCELLED):
         raise NotRedrivable(before.id, before.status)
-    if before.queue_name == RESERVED_QUEUE:
+    if before.queue_name == MANUAL_QUEUE:
         raise NotRedrivable(
             before.id, before.status, "no worker serves its queue; its owner resumes or retries it"
         )
@@ -506,7 +506,7 @@ def pause(*, queue: str = "", kind: str = "", tenant: str = "", reason: str, act
     why = plain_text("reason", reason, REASON_LENGTH, "Say why, for whoever finds the work standing.")
     who = _actor(actor)
     store.pause(**_pause_of(queue, kind, tenant), reason=why, actor=who.text, actor_id=who.id)
-    log("paused", level=logging.WARNING, queue=queue, kind_=kind, tenant=tenant, actor=who.text)
+    log("paused", level=logging.WARNING, queue=queue, kind=kind, tenant=tenant, actor=who.text)
 
 
 def unpause(*, queue: str = "", kind: str = "", tenant: str = "", actor: Any = "") -> bool:
@@ -515,7 +515,7 @@ def unpause(*, queue: str = "", kind: str = "", tenant: str = "", actor: Any = "
     ended = store.unpause(**_pause_of(queue, kind, tenant), actor=who.text, actor_id=who.id)
     if ended:
         transports.current().wake()
-        log("unpaused", level=logging.WARNING, queue=queue, kind_=kind, tenant=tenant, actor=who.text)
+        log("unpaused", level=logging.WARNING, queue=queue, kind=kind, tenant=tenant, actor=who.text)
     return ended
 
 
@@ -859,7 +859,7 @@ def _queue(kind: Kind, value: object) -> str:
             "is not a queue's name",
             "Use 1 to 100 letters, digits, dots, dashes and underscores.",
         )
-    if value == RESERVED_QUEUE:
+    if value == MANUAL_QUEUE:
         raise InvalidInput("queue", value, "is reserved for jobs that no worker runs", "Choose another name.")
     return value
 

@@ -29,11 +29,11 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import Atomic
 
 from durable_jobs import database
-from durable_jobs.conf import config
+from durable_jobs.conf import MANUAL_QUEUE, config
 from durable_jobs.database import OwnAtomic, Statement
 from durable_jobs.exceptions import ErrorFacts
 from durable_jobs.kinds import KEEP, Kind, Sentinel
-from durable_jobs.models import MANUAL_QUEUE, Job, JobEvent, Pause, Scope
+from durable_jobs.models import Job, JobEvent, Pause, Scope
 
 
 class Answer(enum.Enum):

@@ -33,11 +33,11 @@ from django.db.utils import Error as DatabaseError
 
 from durable_jobs import connection as own_connection
 from durable_jobs import database, kinds, lifecycle, store, transports
-from durable_jobs.conf import config
+from durable_jobs.conf import MANUAL_QUEUE, config
 from durable_jobs.exceptions import where_kinds_are_found
 from durable_jobs.keeper import Hold, Keeper
 from durable_jobs.logs import tell
-from durable_jobs.models import MANUAL_QUEUE, CancelRequest, Job, JobEvent, Pause, WorkerProcess
+from durable_jobs.models import CancelRequest, Job, JobEvent, Pause, WorkerProcess
 from durable_jobs.outage import Outage
 from durable_jobs.reconciler import Reconciler
 from durable_jobs.runner import Finished, SliceResult, begin_slice

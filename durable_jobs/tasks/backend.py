@@ -52,9 +52,9 @@ class DurableJobsBackend(BaseTaskBackend):
                 f"{Task.__module__.removesuffix('.base')}.task."
             )
         super().validate_task(task)
-        from durable_jobs.kinds import QUEUE_NAME, RESERVED_QUEUE
+        from durable_jobs.conf import MANUAL_QUEUE, QUEUE_NAME
 
-        if not QUEUE_NAME.fullmatch(task.queue_name) or task.queue_name == RESERVED_QUEUE:
+        if not QUEUE_NAME.fullmatch(task.queue_name) or task.queue_name == MANUAL_QUEUE:
             raise InvalidTask(f"Queue {shown(task.queue_name)} {_UNUSABLE_QUEUE}.")
 
     def enqueue(self, task: Task, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TaskResult:
@@ -127,7 +127,7 @@ class DurableJobsBackend(BaseTaskBackend):
                 id="durable_jobs.E020",
             )
             return
-        from durable_jobs.kinds import QUEUE_NAME, RESERVED_QUEUE
+        from durable_jobs.conf import MANUAL_QUEUE, QUEUE_NAME
 
         for name in sorted(set(self.options) - OPTIONS):
             yield Error(
@@ -144,7 +144,7 @@ class DurableJobsBackend(BaseTaskBackend):
                 id="durable_jobs.E021",
             )
         for name in sorted(self.queues, key=str):
-            if not isinstance(name, str) or not QUEUE_NAME.fullmatch(name) or name == RESERVED_QUEUE:
+            if not isinstance(name, str) or not QUEUE_NAME.fullmatch(name) or name == MANUAL_QUEUE:
                 yield Error(
                     f"{entry}['QUEUES'] has {shown(name)}, which {_UNUSABLE_QUEUE}.",
                     hint="Use 1 to 100 letters, digits, dots, dashes and underscores, beginning with a letter or "

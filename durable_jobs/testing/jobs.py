@@ -9,9 +9,10 @@ from typing import Any, Final, TypeVar
 from uuid import uuid4
 
 from durable_jobs import database, jsontext, kinds, service, store
+from durable_jobs.conf import MANUAL_QUEUE
 from durable_jobs.exceptions import ErrorClass, ErrorFacts, NotReclaimable
 from durable_jobs.kinds import Kind
-from durable_jobs.models import MANUAL_QUEUE, Job, Pause, Scope, Status, uuid7
+from durable_jobs.models import Job, Pause, Scope, Status, uuid7
 from durable_jobs.reconciler import Reconciler, repair_once
 from durable_jobs.runner import SliceResult
 from durable_jobs.runner import claim as _claim

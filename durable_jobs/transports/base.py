@@ -15,9 +15,9 @@ from uuid import UUID
 from django.db import connections, transaction
 
 from durable_jobs import database, store
-from durable_jobs.conf import config
+from durable_jobs.conf import MANUAL_QUEUE, config
 from durable_jobs.logs import tell
-from durable_jobs.models import MANUAL_QUEUE, Job
+from durable_jobs.models import Job
 
 logger = logging.getLogger("durable_jobs.transport")
 

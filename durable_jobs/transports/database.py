@@ -21,9 +21,9 @@ from django.db import connections, transaction
 
 from durable_jobs import connection as connection_module
 from durable_jobs import database, kinds, store
-from durable_jobs.conf import config
+from durable_jobs.conf import MANUAL_QUEUE, config
 from durable_jobs.logs import tell
-from durable_jobs.models import MANUAL_QUEUE, Job, Scope
+from durable_jobs.models import Job, Scope
 from durable_jobs.outage import Outage
 from durable_jobs.store import Claimed, Probe
 from durable_jobs.transports.base import BaseTransport

@@ -9,7 +9,8 @@ from uuid import UUID
 import pytest
 
 from durable_jobs import store
-from durable_jobs.models import MANUAL_QUEUE, WorkerProcess, uuid7
+from durable_jobs.conf import MANUAL_QUEUE
+from durable_jobs.models import WorkerProcess, uuid7
 from tests.store.rows import (
     GRACE,
     STATES,

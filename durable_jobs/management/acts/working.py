@@ -11,11 +11,11 @@ from typing import Any, Final
 from django.core.management.base import CommandError
 
 from durable_jobs import database, kinds, store
+from durable_jobs.conf import MANUAL_QUEUE
 from durable_jobs.logs import tell
 from durable_jobs.management import arguments
 from durable_jobs.management.acts import Act
 from durable_jobs.management.output import Output
-from durable_jobs.models import MANUAL_QUEUE
 from durable_jobs.supervisor import Line, Supervisor, drain_on_change
 from durable_jobs.worker import DEFAULT_CONCURRENCY, Worker, leave
 
