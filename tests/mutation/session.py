@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,21 @@ class Tests:
         self, names: list[str], *, first_failure: bool, before: Callable[[str], Any] = lambda name: None
     ) -> None:
         items = [self.items[name] for name in names]
-        # After the last one another is told, so that what the session has set up stays.
-        other = next(item for item in self.items.values() if item is not items[-1])
-        for item, following in zip(items, [*items[1:], other], strict=True):
+        for item, following in zip(items, [*items[1:], _Elsewhere(items[0].session)], strict=True):
             before(item.nodeid)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if first_failure and self._notes.failed:
                 return
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """Stands for a test that shares nothing with the last one but the session: what that has set up stays."""
+
+    session: pytest.Session
+
+    def listchain(self) -> list[Any]:
+        return [self.session]
 
 
 def _needs_database(item: pytest.Item) -> bool:

@@ -90,7 +90,7 @@ def mutants_of(path: Path, module: str) -> list[Mutant]:
     found = []
     for owner, vendor, change in sorted(walk.found, key=lambda one: (one[2].start, one[2].end, one[2].new)):
         old = source[change.start : change.end].decode()
-        if old == change.new or _is_broken(source, change):
+        if old == change.new or _is_broken(source, change, *walk.statement_around(change.start)):
             continue
         number = numbers[owner, change.operator]
         numbers[owner, change.operator] += 1
@@ -112,9 +112,12 @@ def mutants_of(path: Path, module: str) -> list[Mutant]:
     return found
 
 
-def _is_broken(source: bytes, change: _Change) -> bool:
+def _is_broken(source: bytes, change: _Change, begin: int, end: int) -> bool:
+    """Whether the module's statement from `begin` to `end` is no Python any more."""
     try:
-        compile(source[: change.start] + change.new.encode() + source[change.end :], "mutant", "exec")
+        compile(
+            source[begin : change.start] + change.new.encode() + source[change.end : end], "mutant", "exec"
+        )
     except (SyntaxError, ValueError):
         return True
     return False
@@ -131,8 +134,18 @@ class _Walk(ast.NodeVisitor):
             self._starts.append(self._starts[-1] + len(line))
         self._owner: list[str] = []
         self._vendor = ""
+        self._statements: list[ast.stmt] = []
 
     # --- places
+
+    def statement_around(self, place: int) -> tuple[int, int]:
+        """Where the module's own statement begins and ends that holds this byte; a decorator belongs to it."""
+        for node in self._statements:
+            end = self._span(node)[1]
+            first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+            if self._starts[first - 1] <= place < end:
+                return self._starts[first - 1], end
+        raise ValueError(f"byte {place} stands in no statement")
 
     def _span(self, node: ast.AST) -> tuple[int, int]:
         start = self._starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
@@ -178,6 +191,7 @@ class _Walk(ast.NodeVisitor):
         self._owner.pop()
 
     def visit_Module(self, node: ast.Module) -> None:
+        self._statements = node.body
         self._body(node.body)
 
     def _body(self, body: list[ast.stmt]) -> None:
