@@ -122,9 +122,10 @@ class Run:
         begun = time.monotonic()
         names, status, by = self._tests_for(mutant), "unreached", ""
         while names:
+            limits = self.reach.limits(names)
             patience = 60 + 4 * self.reach.seconds(names)
-            answer = tests.run(names, patience=patience, prepare=lambda: patch(mutant))
-            if answer in names and tests.run([answer], patience=patience) != "":
+            answer = tests.run(names, limits, patience=patience, prepare=lambda: patch(mutant))
+            if answer in names and tests.run([answer], limits, patience=patience) != "":
                 say(f"  fails at times without any change, and is not used: {answer}")
                 self.unreliable.add(answer)
                 names.remove(answer)

@@ -20,6 +20,8 @@ MOST_SECONDS = 40.0
 """How long a mutant's tests would take, all in all; they are taken nearest first."""
 SLOWEST = 4.0
 """A test that takes longer is not among them."""
+SHORTEST_LIMIT = 5.0
+"""Seconds that any test may take before it counts as hanging."""
 
 
 class Reach:
@@ -88,11 +90,18 @@ class Reach:
                 for line in lines:
                     self._reaching[module].setdefault(line, set()).add(name)
 
+    def _distance(self, name: str) -> float:
+        return self._width[name] * (0.1 + float(self._tests[name]["seconds"]))
+
+    def limits(self, names: list[str]) -> dict[str, float]:
+        """Seconds after which a test that a change makes hang has failed."""
+        return {name: SHORTEST_LIMIT + 10 * self._tests[name]["seconds"] for name in names}
+
     def seconds(self, names: list[str]) -> float:
-        return sum(self._tests[name]["seconds"] for name in names)
+        return float(sum(self._tests[name]["seconds"] for name in names))
 
     def tests_for(self, mutant: Mutant, first: Mapping[str, int]) -> list[str]:
-        """The tests that reach the mutant: those of `first`, then those that reach little else."""
+        """The tests that reach the mutant: those of `first`, then those that reach little else and are quick."""
         lines = self._reaching[mutant.module]
         reaching = set(lines.get(mutant.line, ()))
         if not reaching:
@@ -104,7 +113,7 @@ class Reach:
                     for line in numbers:
                         reaching.update(lines.get(line, ()))
         chosen, total = [], 0.0
-        for name in sorted(reaching, key=lambda name: (-first.get(name, 0), self._width[name], name)):
+        for name in sorted(reaching, key=lambda name: (-first.get(name, 0), self._distance(name), name)):
             seconds = self._tests[name]["seconds"]
             if total + seconds <= MOST_SECONDS:
                 chosen.append(name)

@@ -8,7 +8,7 @@ import select
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FIRST = "tests/store/test_models.py"
 """Its first test that needs the database makes it, for all forks."""
-LONGEST_TEST = 20
-"""Seconds after which a test that hangs has failed."""
+LONGEST_TEST = 60
+"""Seconds that a test may take while it is learned what it reaches."""
 
 
 def vendor() -> str:
@@ -80,13 +80,20 @@ class Tests:
         return True
 
     def run(
-        self, names: list[str], *, patience: float, prepare: Callable[[], None] | None = None
+        self,
+        names: list[str],
+        limits: Mapping[str, float],
+        *,
+        patience: float,
+        prepare: Callable[[], None] | None = None,
     ) -> str | None:
         """Run the tests in a fork until one fails: its name, "" when all pass, None when they hang."""
 
         def act() -> str:
             if prepare is not None:
                 prepare()
+            for name in names:
+                self.items[name].add_marker(pytest.mark.timeout(limits[name]), append=False)
             self._play(names, first_failure=True)
             return self._notes.failed[0] if self._notes.failed else ""
 
