@@ -116,6 +116,8 @@ def test_starting_stays_allowed_and_redriving_and_cancelling() -> None:
 def test_a_pause_again_replaces_the_reason_and_is_one_pause() -> None:
     service.pause(queue="worker", reason="first", actor="anna")
     service.pause(queue="worker", reason="second", actor="bob")
+    [kept] = Pause.objects.all()
+    assert (kept.reason, kept.actor) == ("second", "bob")
     assert service.unpause(queue="worker") and not service.unpause(queue="worker")
 
 

@@ -112,11 +112,16 @@ class Run:
                 break
             answer = self._one(tests, mutant)
             self.kept[mutant.id] = answer
-            self.options.results.write_text(json.dumps(self.kept, indent=1, sort_keys=True) + "\n")
+            self._keep()
             if answer["status"] not in NOTICED:
                 say(f"{answer['status']}: {mutant.id} line {mutant.line}: {shown(mutant)}")
             if number % 25 == 0:
                 say(f"  {number} of {len(mutants)}, {time.monotonic() - begun:.0f} s")
+
+    def _keep(self) -> None:
+        fresh = self.options.results.with_suffix(".new")
+        fresh.write_text(json.dumps(self.kept, indent=1, sort_keys=True) + "\n")
+        fresh.replace(self.options.results)
 
     def _one(self, tests: Tests, mutant: Mutant) -> dict[str, Any]:
         begun = time.monotonic()
