@@ -452,6 +452,29 @@ class TestHooks:
         lifecycle.complete(kind, lease(job), None)
         assert set(Parcel.objects.values_list("label", flat=True)) == {"on_transition", "a"}
 
+    def test_the_event_of_a_failed_hook_tells_its_code(self) -> None:
+        kind = hooked(TerminalError("no room", code="full"), hook="on_transition")
+        job = ready(PATHS["complete"])
+        with pytest.raises(HookFailed):
+            lifecycle.complete(kind, lease(job), None)
+        assert [(event.event, event.code) for event in job.events.all()] == [("mirror_failed", "full")]
+
+    def test_an_error_of_the_transition_itself_comes_out_and_counts_for_no_hook(self) -> None:
+        def refuse() -> Any:
+            raise LookupError("no statement was sent")
+
+        kind = hooked(1)
+        running, failed = ready(PATHS["complete"]), ready(PATHS["redrive"])
+        with pytest.raises(UnicodeEncodeError):
+            lifecycle.complete(kind, lease(running), '"\ud800"')
+        with pytest.raises(LookupError, match="no statement"):
+            lifecycle.redrive(kind, failed.id, failed.lease_epoch, refuse, lambda job: None)
+        assert [(row(job).status, row(job).mirror_attempts) for job in (running, failed)] == [
+            ("running", 0),
+            ("failed", 0),
+        ]
+        assert Parcel.objects.count() == 0
+
 
 def partial_method(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     def method(self: Any, job: Job) -> Any:
@@ -485,6 +508,19 @@ class TestStuck:
         with transaction.atomic(), pytest.raises(HookFailed):
             lifecycle.cancel_waiting(kind, job.id)
         assert ([name for name, _ in told], row(job).mirror_attempts) == (["job_mirror_stuck"], 3)
+
+    def test_a_failure_that_was_not_counted_makes_nothing_stuck(self, told: list[Any]) -> None:
+        """Somebody has taken the job since: what its row says then is theirs."""
+        kind = hooked(0, hook="on_redrive")
+        job = ready(PATHS["redrive"])
+        change(job, mirror_attempts=7)
+        with pytest.raises(HookFailed):
+            lifecycle.redrive(kind, job.id, job.lease_epoch + 5, lambda: redriven(job), lambda job: None)
+        assert (told, row(job).mirror_attempts) == ([], 7)
+
+
+def redriven(job: Job) -> Any:
+    return store.redrive(job.id, scope=None, grace=20.0)
 
 
 class TestAfterwards:
@@ -741,6 +777,40 @@ class TestColumns:
             before.error_class, before.error_message, before.error_type, "retry_exhausted",
         )  # fmt: skip
         assert (now.lease_owner, now.next_run_at, now.parked_at) == (None, None, None)
+
+    @pytest.mark.parametrize(
+        ("facts", "verdict", "code"),
+        [
+            (FACTS, None, "why"),
+            (FACTS, "unrecoverable", "why"),
+            (None, "unrecoverable", "unrecoverable"),
+            (None, None, ""),
+        ],
+    )
+    def test_the_event_of_a_failure_tells_its_code_or_else_the_verdict(
+        self, facts: ErrorFacts | None, verdict: str | None, code: str
+    ) -> None:
+        made()
+        job = make_job("running", kind="tests.made", owner=OWNER)
+        change(job, verdict=verdict)
+        lifecycle.fail(kinds.get("tests.made"), job.id, job.lease_epoch, facts)
+        [event] = job.events.all()
+        assert (event.event, event.code) == ("failed", code)
+        assert (event.error_type, event.message) == (("ValueError", "because") if facts else ("", ""))
+
+    @pytest.mark.parametrize("known", [True, False])
+    @pytest.mark.parametrize("how", ["cancel", "park"])
+    def test_the_event_of_an_orphans_end_says_whether_its_hooks_ran(self, how: str, known: bool) -> None:
+        made()
+        kind = kinds.get("tests.made") if known else None
+        job = make_job("cancelling" if how == "cancel" else "running", kind="tests.made", owner=OWNER)
+        if how == "cancel":
+            lifecycle.cancel_orphan(kind, orphan(job), grace=0, dead=True, actor="reconciler:x")
+        else:
+            lifecycle.park_orphan(kind, orphan(job), grace=0, code="no_handler", message="m", dead=True)
+        event = job.events.latest("id")
+        assert bool((event.data or {}).get("hooks_skipped")) is not known
+        assert how == "park" or event.data["worker_gone"] is True
 
     def test_a_stale_epoch_fails_nothing(self) -> None:
         """B87"""

@@ -121,6 +121,22 @@ def test_a_pause_again_replaces_the_reason_and_is_one_pause() -> None:
     assert service.unpause(queue="worker") and not service.unpause(queue="worker")
 
 
+def test_the_history_tells_of_a_pause_and_of_its_end() -> None:
+    service.pause(queue="worker", tenant="acme", reason="a deploy", actor="anna")
+    service.unpause(queue="worker", tenant="acme", actor="bob")
+    service.pause(reason="all of it", actor="anna")
+    told = JobEvent.objects.order_by("id").values_list(
+        "event", "actor", "reason", "tenant_id", "message", "data"
+    )
+    nothing = {"queue": "", "kind": "", "tenant": ""}
+    part = {**nothing, "queue": "worker", "tenant": "acme"}
+    assert list(told) == [
+        ("paused", "anna", "a deploy", "acme", "queue worker, tenant acme", part),
+        ("unpaused", "bob", "", "acme", "queue worker, tenant acme", part),
+        ("paused", "anna", "all of it", "", "all work", nothing),
+    ]
+
+
 # --- what runs ------------------------------------------------------------------------------------------
 
 

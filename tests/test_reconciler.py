@@ -219,6 +219,9 @@ REDRIVE, PARK, UNKNOWN = Redriven(), Parked(), None
         ({"overdue": DAY, "cancel": True}, UNKNOWN, Leave("unknown_kind")),
         ({"overdue": DAY + 1, "cancel": True}, UNKNOWN, Cancel()),
         ({"overdue": -5.0}, REDRIVE, Redrive(0.0)),
+        ({"begun": False}, REDRIVE, Redrive(0.0, counted=False)),
+        ({"begun": False, "redrives_since_commit": 3}, REDRIVE, Redrive(0.0, counted=False)),
+        ({"begun": False}, PARK, "orphaned"),
     ],
 )
 def test_the_first_rule_that_matches_decides(facts: dict[str, Any], kind: Kind | None, expected: Any) -> None:

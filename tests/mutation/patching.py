@@ -59,7 +59,20 @@ def give_code(old: Any, new: Any) -> None:
         return
     if len(old.__code__.co_freevars) == len(new.__code__.co_freevars):
         old.__code__ = new.__code__
-        old.__defaults__, old.__kwdefaults__ = new.__defaults__, new.__kwdefaults__
+        give_defaults(old, new)
+
+
+PLAIN = (int, float, str, tuple, type(None))
+
+
+def give_defaults(old: Any, new: Any) -> None:
+    """Values alone: an instance of the changed module's class would be none of the class that all others know."""
+    if old.__defaults__ and new.__defaults__ and len(old.__defaults__) == len(new.__defaults__):
+        pairs = zip(old.__defaults__, new.__defaults__, strict=True)
+        old.__defaults__ = tuple(fresh if isinstance(fresh, PLAIN) else kept for kept, fresh in pairs)
+    for name, fresh in (new.__kwdefaults__ or {}).items():
+        if isinstance(fresh, PLAIN) and name in (old.__kwdefaults__ or {}):
+            old.__kwdefaults__[name] = fresh
 
 
 def replace_member(old: type, name: str, value: Any) -> None:
@@ -73,7 +86,7 @@ def replace_member(old: type, name: str, value: Any) -> None:
             give_code(there, value)
         elif name == "__init__":
             # A dataclass's own: the fields' defaults stand here.
-            there.__defaults__, there.__kwdefaults__ = value.__defaults__, value.__kwdefaults__
+            give_defaults(there, value)
     elif isinstance(value, int | float | str | tuple) and not name.startswith("__"):
         with suppress(AttributeError, TypeError):
             setattr(old, name, value)
