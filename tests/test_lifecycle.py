@@ -402,6 +402,23 @@ class TestHooks:
         with pytest.raises(HookFailed):
             path.act(kind, ready(path))
 
+    @pytest.mark.parametrize("name", ["complete", "redrive"])
+    def test_an_outage_in_a_hook_is_no_failure_of_the_hook(self, name: str) -> None:
+        """The connection broke; everything is rolled back, and nothing is known about the hook."""
+        path = PATHS[name]
+
+        def cut() -> int:
+            connection.close()
+            raise InterfaceError("connection already closed")
+
+        kind = hooked(cut, hook=path.hook)
+        job = ready(path)
+        before = columns(job)
+        with pytest.raises(InterfaceError):
+            path.act(kind, job)
+        assert columns(job) == before
+        assert (Parcel.objects.count(), job.events.count()) == (0, 0)
+
     def test_counting_that_fails_is_only_logged(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -811,6 +828,17 @@ class TestColumns:
         event = job.events.latest("id")
         assert bool((event.data or {}).get("hooks_skipped")) is not known
         assert how == "park" or event.data["worker_gone"] is True
+
+    def test_an_orphan_whose_lease_holds_again_is_left_alone(self) -> None:
+        """Only a supervisor's word stands in for the expiry, and nobody says it by default."""
+        made()
+        kind = kinds.get("tests.made")
+        running, cancelling = (
+            make_job(status, kind="tests.made", owner=OWNER) for status in ("running", "cancelling")
+        )
+        assert lifecycle.park_orphan(kind, orphan(running), grace=0, code="c", message="m") is None
+        assert lifecycle.cancel_orphan(kind, orphan(cancelling), grace=0) is None
+        assert (row(running).status, row(cancelling).status) == ("running", "running")
 
     def test_a_stale_epoch_fails_nothing(self) -> None:
         """B87"""

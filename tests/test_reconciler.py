@@ -956,6 +956,40 @@ def test_an_outage_of_another_database_that_a_hook_met_is_one_rows_error(
     assert (now(first).status, now(second).status) == ("running", "failed")
 
 
+def test_an_outage_that_a_hook_met_is_ours_when_no_write_is_taken(
+    mender: Reconciler, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a failover: the connection works and reads, and the database takes no write."""
+
+    def meet() -> None:
+        monkeypatch.setattr(store, "worker_beat", refuse)
+        raise InterfaceError("the connection was closed")
+
+    def refuse(owner: str) -> bool:
+        raise OperationalError("cannot execute UPDATE in a read-only transaction")
+
+    first, second = orphan(Interrupted), orphan(Parked)
+    mender.tick()
+    clock.skip(GRACE + 1)
+    Interrupted.on_decision = meet
+    report = mender.tick()
+    monkeypatch.undo()
+    assert (report.parked, report.errors) == (0, 1)
+    assert (now(first).status, now(second).status) == ("running", "running")
+    assert mender.tick().sighted == 2
+
+
+def test_the_history_says_of_an_orphan_whether_it_had_begun(mender: Reconciler) -> None:
+    """What was claimed ahead of its turn has no beat, and uses up none of its tries."""
+    begun, waiting = (make_job("running", kind=Redriven, owner="gone") for _ in range(2))
+    rewrite([waiting], heartbeat_at=None)
+    assert mender.repair_dead("gone").redriven == 2
+    told = {job.id: JobEvent.objects.get(job_id=job.id).data for job in (begun, waiting)}
+    assert (told[waiting.id]["begun"], told[waiting.id]["redrives_since_commit"]) == (False, 0)
+    assert (told[begun.id].get("begun"), told[begun.id]["redrives_since_commit"]) == (None, 1)
+    assert all(one["reaped"] is True and one["delay"] == 0 for one in told.values())
+
+
 def test_a_failure_to_publish_is_counted_and_changes_nothing(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

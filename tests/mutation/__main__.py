@@ -47,6 +47,7 @@ TESTS = (
     "tests/test_crash_kit.py",
     "tests/test_commands.py",
     "tests/test_fast_paths.py",
+    "tests/test_transports.py",
 )
 """What is fast and looks at the core closely."""
 LEFT_OUT = ("tests/store/test_soak.py", "tests/receipts/test_docs.py", "tests/store/test_database.py")

@@ -1,0 +1,178 @@
+"""What the statements say at their edges: what is left out, what is given when nothing is said, what is full."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from uuid import UUID
+
+import pytest
+from django.db import connection
+
+from durable_jobs import store
+from durable_jobs.models import Job, Scope, uuid7
+from durable_jobs.store import NewJob
+from tests.store.rows import (
+    EPOCH,
+    GRACE,
+    ME,
+    STATES,
+    ago,
+    execute,
+    image,
+    lease_on,
+    make,
+    orphan_on,
+    probe_for,
+)
+
+pytestmark = pytest.mark.django_db
+
+HOME = Scope("acme", "north")
+
+
+def is_claimed(job_id: UUID, **options: bool) -> bool:
+    return [one.job.id for one in store.claim_next("w", 1, [probe_for(job_id)], **options)] == [job_id]
+
+
+# --- due at once, where no delay is said ----------------------------------------------------------------
+
+
+def test_what_yields_goes_on_at_once() -> None:
+    job_id = make("running")
+    assert store.yield_slice(lease_on(job_id)) is not None
+    assert is_claimed(job_id)
+
+
+def test_what_is_redriven_runs_at_once() -> None:
+    job_id = make("failed")
+    assert store.redrive(job_id, scope=None, grace=GRACE) is not None
+    assert is_claimed(job_id)
+
+
+def test_what_is_started_runs_at_once() -> None:
+    new = NewJob(uuid7(), "tests.work", "pending", "acme", "north", "q", None, None)
+    both = [new, replace(new, id=uuid7())]
+    assert store.insert(both[0]) is not None
+    assert set(store.insert_many(both[1:])) == {both[1].id}
+    probe = probe_for(new.id)
+    assert {one.job.id for one in store.claim_next("w", 2, [probe])} == {one.id for one in both}
+
+
+# --- a claim of limited work ----------------------------------------------------------------------------
+
+
+def test_limited_work_that_is_paused_is_not_claimed() -> None:
+    """Even where its scope was found before the pause came."""
+    job_id = make("pending")
+    probe = probe_for(job_id)
+    assert store.due_scopes(probe, []) == [HOME]
+    store.pause(queue=probe.queue, reason="r", actor="a")
+    assert store.due_scopes(probe, []) == []
+    assert store.claim_limited("w", 5, probe, HOME, [probe.kind], 5) == ([], 5)
+    store.unpause(queue=probe.queue)
+    claimed = store.claim_limited("w", 5, probe, HOME, [probe.kind], 5)
+    assert claimed is not None and [job.id for job in claimed[0]] == [job_id]
+
+
+def test_limited_work_that_was_orphaned_goes_only_to_who_takes_suspects() -> None:
+    job_id = make("pending")
+    probe = probe_for(job_id)
+    assert image(job_id)["redrives_since_commit"] == 1
+    assert store.due_scopes(probe, [], suspects=False) == []
+    assert store.claim_limited("w", 5, probe, HOME, [probe.kind], 5, suspects=False) == ([], 5)
+    assert store.due_scopes(probe, []) == [HOME]
+    claimed = store.claim_limited("w", 5, probe, HOME, [probe.kind], 5)
+    assert claimed is not None and [job.id for job in claimed[0]] == [job_id]
+
+
+def test_limited_work_is_claimed_up_to_the_limit_of_the_call_and_of_the_kind() -> None:
+    first = make("pending", redrives_since_commit=0)
+    probe = probe_for(first)
+    rest = [make("pending", queue_name=probe.queue) for _ in range(4)]
+    answers = [store.claim_limited("w", 2, probe, HOME, [probe.kind], 3) for _ in range(3)]
+    assert [(len(jobs), room) for jobs, room in answers] == [(2, 1), (1, 0), (0, 0)]  # type: ignore[misc]
+    assert sum(image(job_id)["status"] == "running" for job_id in [first, *rest]) == 3
+
+
+# --- repair -----------------------------------------------------------------------------------------------
+
+
+def test_a_job_whose_hooks_never_failed_is_not_settled_without_them() -> None:
+    job_id = make("expired", mirror_attempts=0)
+    assert store.settle(job_id, scope=None, grace=GRACE) is None
+    execute("UPDATE durable_jobs_job SET mirror_attempts = 1 WHERE id = %s", job_id)
+    settled = store.settle(job_id, scope=None, grace=GRACE)
+    assert settled is not None and settled.status == "failed"
+
+
+def test_a_lease_that_holds_is_nobodys_to_end_but_a_reapers() -> None:
+    """Without the word of a supervisor the expiry counts, in each of the three repairs."""
+    running, cancelling = make("running"), make("running", cancel_requested_at=ago(60))
+    assert store.take_orphan(orphan_on(running), grace=GRACE, delay=0) is None
+    assert store.park_orphan(orphan_on(running), grace=GRACE, code="c", message="m") is None
+    assert store.cancel_orphan(orphan_on(cancelling), grace=GRACE) is None
+    assert store.cancel_orphan(orphan_on(cancelling), grace=GRACE, dead=True) is not None
+
+
+def test_nobody_holds_a_free_row() -> None:
+    assert store.holders(make("expired")) is None
+
+
+# --- history ----------------------------------------------------------------------------------------------
+
+
+def test_pruning_goes_on_after_the_last_one_even_among_equals() -> None:
+    """Rows that ended at the same moment are told apart by their ids; those passed over do not come again."""
+    moment = ago(1_000)
+    ids = sorted(make("completed", finished_at=moment) for _ in range(4))
+    pruned = store.prune_batch(
+        ended_before=ago(300), statuses=["completed"], after=(moment, ids[1]), batch=10, budget=10**9
+    )
+    assert [job.id for job in pruned] == ids[2:]
+    assert set(Job.objects.values_list("id", flat=True)) == set(ids[:2])
+
+
+def test_a_batch_of_pruning_is_bounded_by_rows_and_by_text_and_is_never_empty() -> None:
+    ids = [make("completed", finished_at=ago(1_000 - number), result="x" * 5_000) for number in range(5)]
+
+    def prune(batch: int, budget: int) -> list[UUID]:
+        start = (ago(9e6), UUID(int=0))
+        pruned = store.prune_batch(
+            ended_before=ago(300), statuses=["completed"], after=start, batch=batch, budget=budget
+        )
+        return [job.id for job in pruned]
+
+    assert prune(batch=1, budget=10**9) == ids[:1]
+    assert prune(batch=10, budget=1) == ids[1:2]
+    assert prune(batch=10, budget=7_000) == ids[2:4]
+    assert prune(batch=10, budget=10**9) == ids[4:]
+    assert prune(batch=10, budget=10**9) == []
+
+
+# --- counters that are full -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("full", [{"lease_epoch": 2**63 - 1}, {"attempts": 2**31 - 1, "lease_epoch": 2**31}])
+def test_a_counter_that_cannot_grow_lets_nobody_own_the_job_by_hand(full: dict[str, int]) -> None:
+    epoch = full.get("lease_epoch", EPOCH)
+    ended, expired = make("failed", **full), make("expired", **full)
+    assert store.retry_claim(ended, epoch, "w", 30) is None
+    assert store.claim_held(expired, scope=HOME, owner="w", ttl=30) is None
+    assert (image(ended)["status"], image(expired)["lease_owner"]) == ("failed", ME)
+
+
+# --- what screens and commands ask ------------------------------------------------------------------------
+
+
+def test_only_leases_that_hold_count_as_leased() -> None:
+    for state in STATES:
+        if state.request == "none" and state.verdict is None and not state.later:
+            make(state)
+    running = image(make("running", tenant_id="other", kind="tests.other"))
+    assert (store.leased(), store.leased(queue=running["queue_name"])) == (2, 1)
+    assert (store.leased(kind="tests.other"), store.leased(kind="tests.none")) == (1, 0)
+    assert (store.leased(tenant="acme"), store.leased(tenant="nobody")) == (1, 0)
+
+
+def test_a_database_is_known_by_its_own_name() -> None:
+    assert store.database_name().endswith(str(connection.settings_dict["NAME"]))
