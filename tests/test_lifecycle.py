@@ -526,18 +526,23 @@ class TestStuck:
             lifecycle.cancel_waiting(kind, job.id)
         assert ([name for name, _ in told], row(job).mirror_attempts) == (["job_mirror_stuck"], 3)
 
-    def test_a_failure_that_was_not_counted_makes_nothing_stuck(self, told: list[Any]) -> None:
-        """Somebody has taken the job since: what its row says then is theirs."""
-        kind = hooked(0, hook="on_redrive")
-        job = ready(PATHS["redrive"])
+    def test_a_failure_that_was_not_counted_makes_nothing_stuck(
+        self, told: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Somebody takes the job between the rollback and the count: what its row says then is theirs."""
+        count = store.bump_mirror_attempts
+
+        def taken(job_id: Any, epoch: int) -> bool:
+            change(job, lease_epoch=epoch + 1)
+            return count(job_id, epoch)
+
+        kind = hooked(0, hook="on_transition")
+        job = ready(PATHS["complete"])
         change(job, mirror_attempts=7)
+        monkeypatch.setattr(store, "bump_mirror_attempts", taken)
         with pytest.raises(HookFailed):
-            lifecycle.redrive(kind, job.id, job.lease_epoch + 5, lambda: redriven(job), lambda job: None)
+            lifecycle.complete(kind, lease(job), None)
         assert (told, row(job).mirror_attempts) == ([], 7)
-
-
-def redriven(job: Job) -> Any:
-    return store.redrive(job.id, scope=None, grace=20.0)
 
 
 class TestAfterwards:
