@@ -164,6 +164,14 @@ class Stored(Func):
         return self.as_sql(compiler, connection, template="(+%(expressions)s)", **extra)
 
 
+def compared(operator: str, **key: Any) -> RowComparison:
+    """The rows whose columns of these names compare so (`<`, `>`, `<=`, `>=`) with the key, the first before the next.
+
+    For columns that are never NULL, in a list of one direction; an index over them serves it.
+    """
+    return RowComparison(*map(F, key), *map(Value, key.values()), operator=operator)
+
+
 class RowComparison(Func):
     """`(a, b) > (1, 2)`: both databases compare rows so, column by column."""
 

@@ -20,6 +20,7 @@ from django.db.models import Q
 from durable_jobs import database, explain, service, store
 from durable_jobs.exceptions import DurableJobsError
 from durable_jobs.explain import Phase
+from durable_jobs.keyset import compared
 from durable_jobs.models import LIVE, Job, Pause, Scope, Status
 from durable_jobs.service import ALL_SCOPES
 
@@ -270,14 +271,9 @@ def _in_order(
     condition = selection.where(look.now, look.pauses)
     jobs = Job.objects.using(database.alias()).filter(condition).defer(*LARGE_COLUMNS)
     jobs = jobs.order_by("-finished_at", "-id") if descending else jobs.order_by("finished_at", "id")
-    way = "lt" if descending else "gt"
+    beyond = "<" if descending else ">"
     while True:
-        rows = jobs
-        if after is not None:
-            beyond = Q(**{f"finished_at__{way}": after.at}) | Q(
-                finished_at=after.at, **{f"id__{way}": after.id}
-            )
-            rows = jobs.filter(beyond, **{f"finished_at__{way}e": after.at})
+        rows = jobs if after is None else jobs.filter(compared(beyond, finished_at=after.at, id=after.id))
         found = list(rows[:page])
         yield from (job for job in found if selection.matches(job, look.now, look.pauses))
         if len(found) < page:
@@ -290,8 +286,7 @@ def _beyond(jobs: Any, after: Place | None, *, by_time: bool) -> Any:
         return jobs
     if not by_time:
         return jobs.filter(id__lt=after.id)
-    earlier = Q(created_at__lt=after.at) | Q(created_at=after.at, id__lt=after.id)
-    return jobs.filter(earlier, created_at__lte=after.at)
+    return jobs.filter(compared("<", created_at=after.at, id=after.id))
 
 
 def _down_to(jobs: Any, floor: Place, *, by_time: bool) -> Any:

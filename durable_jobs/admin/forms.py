@@ -7,7 +7,6 @@ from typing import Any, Final
 from uuid import uuid4
 
 from django import forms
-from django.db.models import Q
 from django.http import HttpRequest
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
@@ -17,6 +16,7 @@ from durable_jobs.access import sees_everything
 from durable_jobs.admin import access, listing
 from durable_jobs.admin.acts import LONGEST_SPREAD, Act, Redrive
 from durable_jobs.conf import config
+from durable_jobs.keyset import compared
 from durable_jobs.kinds import Kind
 from durable_jobs.models import JobEvent, Pause, Scope
 from durable_jobs.selection import WINDOW
@@ -210,8 +210,7 @@ def events(request: HttpRequest, filters: EventFilters, rows: Any) -> tuple[list
     after = _read_place(request.GET.get("after", ""))
     if after is not None:
         moment, key = after
-        earlier = Q(created_at__lt=moment) | Q(created_at=moment, id__lt=key)
-        ordered = ordered.filter(earlier, created_at__lte=moment)
+        ordered = ordered.filter(compared("<", created_at=moment, id=key))
     floor = None
     rest = {column: said[name] for name, column in WITHOUT_INDEX.items() if name in said}
     if rest:

@@ -15,12 +15,11 @@ from typing import Any, Final
 from uuid import UUID
 
 from django.db import models
-from django.db.models import F, Q, Value
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.utils.urls import remove_query_param, replace_query_param
 
-from durable_jobs.keyset import RowComparison
+from durable_jobs.keyset import RowComparison, compared
 from durable_jobs.models import Job
 
 PAGE_SIZE: Final = 25
@@ -111,7 +110,7 @@ class Reading:
             floor = window[WINDOW - 1 : WINDOW].first()
             if floor is not None:
                 stop = Place.of(floor, backwards=backwards)
-                rows = rows.filter(self._up_to(floor, backwards))
+                rows = rows.filter(self._compared("<=" if backwards else ">=", Place.of(floor)))
         if self.judge is None:
             return list(rows[: size + 1]), stop
         # Most rows belong: a few more than fit are enough, as a rule.
@@ -128,22 +127,12 @@ class Reading:
         rows = rows.order_by(*(order if backwards else (f"-{name}" for name in order)))
         if place is None:
             return rows
-        return rows.filter(self._beyond(place, ">" if backwards else "<"))
+        return rows.filter(self._compared(">" if backwards else "<", place))
 
-    def _up_to(self, floor: Job, backwards: bool) -> Q | RowComparison:
-        return self._beyond(Place.of(floor), "<=" if backwards else ">=")
-
-    def _beyond(self, place: Place, operator: str) -> Q | RowComparison:
+    def _compared(self, operator: str, place: Place) -> RowComparison:
         if not self.by_time:
-            lookup = {"<": "lt", ">": "gt", "<=": "lte", ">=": "gte"}[operator]
-            return Q(**{f"id__{lookup}": place.id})
-        return RowComparison(
-            F("created_at"),
-            F("id"),
-            Value(place.created_at, output_field=models.DateTimeField()),
-            Value(place.id, output_field=models.UUIDField()),
-            operator=operator,
-        )
+            return compared(operator, id=place.id)
+        return compared(operator, created_at=place.created_at, id=place.id)
 
 
 def event_page(
