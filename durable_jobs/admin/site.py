@@ -18,9 +18,11 @@ from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpR
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils import timezone
+from django.utils.decorators import method_decorator
 from django.utils.http import urlencode
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
+from django.views.decorators.http import require_safe
 
 from durable_jobs import database, explain, kinds, overview, selection, service, store
 from durable_jobs.admin import access, acts, charts, forms, listing
@@ -31,6 +33,9 @@ from durable_jobs.exceptions import DurableJobsError, InvalidInput
 from durable_jobs.models import Job, JobEvent, Pause, Scope, WorkerProcess, as_uuid
 from durable_jobs.selection import LARGE_COLUMNS, Look, Selection
 from durable_jobs.templatetags.durable_jobs import PHASES, number, span
+
+looks = method_decorator(require_safe)
+"""A screen that only shows: GET and HEAD."""
 
 TEMPLATES: Final = "admin/durable_jobs"
 STUCK_SHOWN: Final = 20
@@ -144,11 +149,10 @@ class JobAdminMixin(Screens):
 
     # --- overview ---------------------------------------------------------------------------------------
 
+    @looks
     def overview_view(self, request: HttpRequest) -> HttpResponse:
         """Is it moving, what is stuck, what needs a human."""
         self.require(request)
-        if request.method not in ("GET", "HEAD"):
-            return HttpResponseNotAllowed(["GET"])
         look, among = Look.take(), access.among(request)
         workers = explain.live_workers(look.now)
         live = overview.live(look.now, among)
@@ -242,13 +246,12 @@ class JobAdminMixin(Screens):
 
     # --- list -------------------------------------------------------------------------------------------
 
+    @looks
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
         """The list of jobs, newest first."""
         self.require(request)
-        if request.method not in ("GET", "HEAD"):
-            return HttpResponseNotAllowed(["GET"])
         filters = Filters(request)
         page = listing.read(request, filters, self.admin_site)
         query = listing.address(request)
@@ -301,6 +304,7 @@ class JobAdminMixin(Screens):
 
     # --- one job ----------------------------------------------------------------------------------------
 
+    @looks
     def change_view(
         self,
         request: HttpRequest,
@@ -310,8 +314,6 @@ class JobAdminMixin(Screens):
     ) -> HttpResponse:
         """The page of a job."""
         self.require(request)
-        if request.method not in ("GET", "HEAD"):
-            return HttpResponseNotAllowed(["GET"])
         shows_payload = access.may(request, access.PAYLOAD)
         jobs = job_page.for_user(request) if shows_payload else job_page.without_payload(request)
         job = self._found(jobs.select_related("created_by", "cancelled_by"), object_id)
@@ -736,12 +738,11 @@ class JobEventAdminMixin(Screens):
     def get_queryset(self, request: HttpRequest) -> Any:
         return JobEvent.objects.using(database.alias()).filter(access.among_events(request))
 
+    @looks
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
         self.require(request)
-        if request.method not in ("GET", "HEAD"):
-            return HttpResponseNotAllowed(["GET"])
         filters = forms.EventFilters(request.GET, auto_id="filter_%s")
         filters.is_valid()
         found, following = forms.events(request, filters, self.get_queryset(request))
@@ -762,6 +763,7 @@ class JobEventAdminMixin(Screens):
             },
         )
 
+    @looks
     def change_view(
         self,
         request: HttpRequest,
