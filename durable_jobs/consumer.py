@@ -10,32 +10,27 @@ from __future__ import annotations
 import contextvars
 import logging
 import math
-import os
-import random
-import socket
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Final
 
-from django.db import connections
 from django.db.utils import Error as DatabaseError
 
 from durable_jobs import connection as own_connection
 from durable_jobs import kinds, runner, store, transports
-from durable_jobs.conf import config
 from durable_jobs.exceptions import UnknownKind
 from durable_jobs.keeper import Hold, Keeper
 from durable_jobs.kinds import Kind
 from durable_jobs.logs import tell
 from durable_jobs.models import Job, Scope
 from durable_jobs.outage import Outage
-from durable_jobs.reconciler import Reconciler
 from durable_jobs.runner import SliceResult
 from durable_jobs.store import Lease
 from durable_jobs.transports import BrokerTransport, Delivery
-from durable_jobs.worker import PRESENCE_SECONDS, new_owner
+from durable_jobs.upkeep import Upkeep
+from durable_jobs.worker import new_owner
 
 logger = logging.getLogger("durable_jobs.consumer")
 
@@ -67,8 +62,7 @@ class Consumer:
         self.owner = new_owner()
         self.draining = threading.Event()
         self._keeper: Keeper | None = None
-        self._quiet = threading.Event()
-        self._upkeeper: threading.Thread | None = None
+        self._upkeep: Upkeep | None = None
         self._suspect = threading.Lock()
 
     # --- beginning and end
@@ -77,8 +71,15 @@ class Consumer:
         """Begin to keep leases and to repair. Nothing is connected by the caller's thread."""
         self._keeper = Keeper(self.owner)
         self._keeper.start()
-        self._upkeeper = threading.Thread(target=self._upkeep, name="durable-jobs-upkeep", daemon=True)
-        self._upkeeper.start()
+        self._upkeep = Upkeep(
+            self.owner,
+            queues=self.queues,
+            kinds=kinds.names,
+            concurrency=self.concurrency,
+            published=self.transport.publish,
+            of_a_fleet=True,
+        )
+        self._upkeep.start()
         tell(
             logger, logging.INFO, "consumer_started", owner=self.owner, transport=self.transport.name,
             queues=",".join(self.queues) or "all", concurrency=self.concurrency,
@@ -93,10 +94,10 @@ class Consumer:
     def close(self, timeout: float = 5.0) -> None:
         """Let go of everything, after the last delivery was handled; within about `timeout` seconds."""
         self.drain()
-        self._quiet.set()
         deadline = time.monotonic() + timeout
-        if self._upkeeper is not None:
-            self._upkeeper.join(max(0.0, deadline - time.monotonic()))
+        if self._upkeep is not None:
+            self._upkeep.ask_to_stop()
+            self._upkeep.join(timeout)
         if self._keeper is not None:
             self._keeper.stop(max(0.0, deadline - time.monotonic()))
             tell(logger, logging.INFO, "consumer_stopped", owner=self.owner)
@@ -254,50 +255,6 @@ class Consumer:
         row = store.get(delivery.job_id)
         if row is not None and row.next_run_at is not None and Delivery.of(row) == delivery:
             self.transport.resend(delivery, row.queue_name, after)
-
-    # --- upkeep: presence and repair
-
-    def _upkeep(self) -> None:
-        """As a worker's: show this process on the screens, and make the reconciler's passes."""
-        outage = Outage("upkeep")
-        reconciler = Reconciler(self.owner, published=self.transport.publish, register=self._register)
-        presence_at, tick_at = time.monotonic(), self._next_tick(first=True)
-        try:
-            while not self._quiet.wait(max(0.0, min(presence_at, tick_at) - time.monotonic())):
-                own_connection.own("upkeep")
-                try:
-                    now = time.monotonic()
-                    if now >= presence_at:
-                        presence_at = now + PRESENCE_SECONDS
-                        if not store.worker_beat(self.owner):
-                            self._register()
-                    if now >= tick_at:
-                        tick_at = self._next_tick()
-                        reconciler.tick()
-                    outage.over()
-                except Exception as error:
-                    self._quiet.wait(outage.seen(error))
-                # A fleet has many processes: between its rounds this thread needs no connection.
-                own_connection.close()
-            with suppress(Exception):
-                store.worker_stopped(self.owner)
-        finally:
-            connections.close_all()
-
-    def _next_tick(self, *, first: bool = False) -> float:
-        if config.TICK <= 0:
-            return math.inf
-        return time.monotonic() + config.TICK * random.uniform(0.2 if first else 0.8, 1.0)
-
-    def _register(self) -> None:
-        store.worker_started(
-            self.owner,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            queues=sorted(self.queues),
-            kinds=sorted(kinds.names()),
-            concurrency=self.concurrency,
-        )
 
 
 def install() -> None:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -47,6 +47,7 @@ from durable_jobs.worker import (
     SAME_SIGNAL_SECONDS,
     Worker,
     new_owner,
+    signals_read,
 )
 
 logger = logging.getLogger("durable_jobs.supervisor")
@@ -172,7 +173,9 @@ class Supervisor:
         """
         tell(logger, logging.INFO, "supervisor_started", processes=len(self._places), pid=os.getpid())
         disconnect()
-        with self._signals() as reader, self._selector:
+        heard = signals_read(signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+        with heard as reader, reader, self._selector:
+            reader.setblocking(False)
             self._selector.register(reader, selectors.EVENT_READ, self._take_signals)
             while not self._over():
                 self._start_what_is_due()
@@ -331,24 +334,6 @@ class Supervisor:
 
     # --- signals and words
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[socket.socket]:
-        reader, writer = socket.socketpair()
-        for end in (reader, writer):
-            end.setblocking(False)
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-        earlier = {number: signal.getsignal(number) for number in numbers}
-        earlier_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        for number in numbers:
-            signal.signal(number, _noted)
-        try:
-            with reader, writer:
-                yield reader
-        finally:
-            signal.set_wakeup_fd(earlier_descriptor)
-            for number, handler in earlier.items():
-                signal.signal(number, handler)
-
     def _take_signals(self, reader: Any) -> None:
         for number in reader.recv(4096):
             if number not in (signal.SIGTERM, signal.SIGINT):
@@ -384,10 +369,6 @@ def _ended(child: Child) -> str:
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
-
-
-def _noted(number: int, frame: Any) -> None:
-    """The wake-up descriptor has it; a handler in Python is what makes the descriptor work."""
 
 
 def disconnect() -> None:

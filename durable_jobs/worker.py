@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import queue
-import random
 import secrets
 import signal
 import socket
@@ -39,10 +38,10 @@ from durable_jobs.keeper import Hold, Keeper
 from durable_jobs.logs import tell
 from durable_jobs.models import CancelRequest, Job, JobEvent, Pause, WorkerProcess
 from durable_jobs.outage import Outage
-from durable_jobs.reconciler import Reconciler
 from durable_jobs.runner import Finished, SliceResult, begin_slice
 from durable_jobs.store import Lease
 from durable_jobs.transports.database import Claimer, Listener
+from durable_jobs.upkeep import PRESENCE_SECONDS, Upkeep
 
 logger = logging.getLogger("durable_jobs.worker")
 
@@ -58,7 +57,6 @@ EXIT_SIGNAL: Final = 128
 DEFAULT_CONCURRENCY: Final = 4
 SAME_SIGNAL_SECONDS: Final = 0.5
 """A signal that reaches the process twice (from its group and from its parent) counts once."""
-PRESENCE_SECONDS: Final = 10.0
 LOOK_SECONDS: Final = 0.5
 """How often a full or draining worker looks at its threads."""
 REPORT_SECONDS: Final = 5.0
@@ -124,7 +122,6 @@ class Worker:
         self.listener = Listener(self.claimer.heard, self._heard_cancel)
         self._stopping = threading.Event()
         self._draining = threading.Event()
-        self._quiet = threading.Event()
         self._tasks: dict[Task, None] = {}
         self._guard = threading.Lock()
         self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -137,9 +134,16 @@ class Worker:
         """With no more than so many waiting, the next are claimed."""
         self._looked_at = 0.0
         self._threads: list[threading.Thread] = []
-        self._upkeeper: threading.Thread | None = None
         self._last_round = time.monotonic()
         self._outage = Outage("claims")
+        self._upkeep = Upkeep(
+            self.owner,
+            queues=queues or (),
+            kinds=self.claimer.known,
+            concurrency=self.concurrency,
+            published=lambda job: transports.current().publish(job),
+            is_moving=self._is_moving,
+        )
         self._said_at = 0.0
 
     def run(self) -> int:
@@ -217,7 +221,7 @@ class Worker:
         )
         self._tell_of_missing_kinds()
         try:
-            self._register()
+            self._upkeep.register()
         except DatabaseError as error:
             # For the screens only; upkeep tries again.
             tell(logger, logging.WARNING, "worker_row_missing", str(error), owner=self.owner)
@@ -227,7 +231,7 @@ class Worker:
         self._threads = [
             _started(f"durable-jobs-slice-{number}", self._serve) for number in range(1, self.concurrency + 1)
         ]
-        self._upkeeper = _started("durable-jobs-upkeep", self._upkeep)
+        self._upkeep.start()
 
     def _tell_of_missing_kinds(self) -> None:
         """Log what somebody would wait for in vain: no kind at all, or waiting jobs of kinds that this code lacks."""
@@ -244,16 +248,17 @@ class Worker:
         return queue in self.queues if self.queues else queue != MANUAL_QUEUE
 
     def _end(self) -> None:
-        self._quiet.set()
+        self._upkeep.ask_to_stop()
         self._draining.set()
         self.listener.stop()
         for _ in self._threads:
             self._inbox.put(None)
         deadline = time.monotonic() + 1
         busy = {task.thread for task in self._running()}
-        for thread in [*self._threads, self._upkeeper]:
-            if thread is not None and thread.name not in busy:
+        for thread in self._threads:
+            if thread.name not in busy:
                 thread.join(max(0.0, deadline - time.monotonic()))
+        self._upkeep.join(deadline - time.monotonic())
         self.keeper.stop()
         try:
             store.worker_stopped(self.owner)
@@ -463,6 +468,11 @@ class Worker:
             and not store.unfinished(self.queues, self.claimer.known())
         )
 
+    def _is_moving(self) -> bool:
+        """Whether its claiming thread gets on; a full one need not."""
+        full = len(self._running()) >= self.concurrency
+        return full or time.monotonic() - self._last_round <= 3 * PRESENCE_SECONDS + config.POLL
+
     def _running(self) -> list[Task]:
         with self._guard:
             return list(self._tasks)
@@ -529,55 +539,6 @@ class Worker:
             task.finished = result
             return None
         return result
-
-    # --- upkeep: presence and repair
-
-    def _upkeep(self) -> None:
-        own_connection.own("upkeep")
-        outage = Outage("upkeep")
-        reconciler: Reconciler | None = None
-        presence_at = time.monotonic() + PRESENCE_SECONDS
-        tick_at = self._next_tick(first=True)
-        while not self._quiet.wait(max(0.0, min(presence_at, tick_at) - time.monotonic())):
-            try:
-                now = time.monotonic()
-                if now >= presence_at:
-                    presence_at = now + PRESENCE_SECONDS
-                    self._show_presence()
-                if now >= tick_at:
-                    tick_at = self._next_tick()
-                    if reconciler is None:
-                        reconciler = Reconciler(
-                            self.owner, published=transports.current().publish, register=self._register
-                        )
-                    reconciler.tick()
-                outage.over()
-            except Exception as error:
-                self._quiet.wait(outage.seen(error))
-        connections.close_all()
-
-    def _next_tick(self, *, first: bool = False) -> float:
-        if config.TICK <= 0:
-            return math.inf
-        return time.monotonic() + config.TICK * random.uniform(0.2 if first else 0.8, 1.0)
-
-    def _show_presence(self) -> None:
-        """Beat for the screens, unless the claiming thread has got nowhere for long."""
-        full = len(self._running()) >= self.concurrency
-        if not full and time.monotonic() - self._last_round > 3 * PRESENCE_SECONDS + config.POLL:
-            return
-        if not store.worker_beat(self.owner):
-            self._register()
-
-    def _register(self) -> None:
-        store.worker_started(
-            self.owner,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            queues=sorted(self.queues or ()),
-            kinds=sorted(self.claimer.known()),
-            concurrency=self.concurrency,
-        )
 
     # --- the drain
 
@@ -647,20 +608,9 @@ class Worker:
             tell(logger, logging.WARNING, "no_signals", "not the main thread: stop it with Worker.stop()")
             yield
             return
-        reader, writer = socket.socketpair()
-        writer.setblocking(False)
-        earlier = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        earlier_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        for number in earlier:
-            signal.signal(number, _noted)
-        _started("durable-jobs-signals", partial(self._watch_signals, reader))
-        try:
+        with signals_read(signal.SIGTERM, signal.SIGINT) as reader:
+            _started("durable-jobs-signals", partial(self._watch_signals, reader))
             yield
-        finally:
-            for number, handler in earlier.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(earlier_descriptor)
-            writer.close()
 
     def _watch_signals(self, reader: socket.socket) -> None:
         first_at: float | None = None
@@ -681,6 +631,24 @@ class Worker:
     def _say(self, text: str) -> None:
         with suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def signals_read(*numbers: signal.Signals) -> Iterator[socket.socket]:
+    """A socket that has a byte for each of these signals, and ends with the block; whoever reads it closes it."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    earlier = {number: signal.getsignal(number) for number in numbers}
+    earlier_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, _noted)
+    try:
+        yield reader
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(earlier_descriptor)
+        writer.close()
 
 
 def leave(worker: Worker, code: int) -> NoReturn:

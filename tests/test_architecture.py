@@ -36,6 +36,7 @@ LAYERS = (
     ),
     (
         "worker",
+        "upkeep",
         "consumer",
         "admin",
         "rest",
