@@ -309,13 +309,11 @@ def _resolved(model: type[models.Model], path: str) -> tuple[str, models.Field[A
         related = getattr(relation, "related_model", None)
         if related is None:
             raise Unordered(f"it is ordered by {path!r}, which is not a column; order it by columns")
-        if relation.one_to_many or relation.many_to_many:
-            raise Unordered(
-                f"it is ordered by {path!r}, of which a row can have many; order it by its own columns"
-            )
+        _refuse_many(relation, path)
         nullable = nullable or not relation.concrete or relation.null
         meta = related._meta
     field = meta.pk if last == "pk" else _field(meta, last, path)
+    _refuse_many(field, path)
     if not getattr(field, "concrete", False) or field.column is None:
         raise Unordered(f"it is ordered by {path!r}, which is not a column; order it by columns")
     if isinstance(field, models.JSONField):
@@ -327,6 +325,13 @@ def _resolved(model: type[models.Model], path: str) -> tuple[str, models.Field[A
             f"write {'__'.join([*hops, field.attname])!r} or {path + '__<column>'!r}"
         )
     return "__".join([*hops, field.attname]), field, nullable or field.null
+
+
+def _refuse_many(field: Any, path: str) -> None:
+    if field.one_to_many or field.many_to_many:
+        raise Unordered(
+            f"it is ordered by {path!r}, of which a row can have many; order it by its own columns"
+        )
 
 
 def _field(meta: Any, name: str, path: str) -> Any:

@@ -978,6 +978,27 @@ class TestItemErrors:
         assert done() == [1, 1, 0, 1]
         assert ran.events[0].message == "unreachable"
 
+    def test_before_batch_may_end_the_slice_one_by_one_and_an_outage_there_is_no_items_fault(self) -> None:
+        parcels(3)
+        answers: list[Any] = [ValueError("bad"), Yield(0), OperationalError("database is locked")]
+        asked: list[Any] = []
+
+        def before_batch(self: Any, ctx: Any, batch: list[Any]) -> Any:
+            answer = answers.pop(0) if answers else None
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        kind = batch_kind(
+            collection=Parcel.objects.all(),
+            before_batch=before_batch,
+            on_item_error=lambda self, ctx, item, error: asked.append(error) or True,
+            max_skipped=3,
+        )
+        ran = run(kind)
+        assert ran.outcomes == [Outcome.RETRY, Outcome.YIELDED, Outcome.RETRY, Outcome.COMPLETED]
+        assert (asked, done()) == ([], [1] * 3)
+
     def test_an_error_of_the_database_statement_is_undone_alone(self) -> None:
         rows = parcels(4)
 

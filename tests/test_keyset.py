@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import Group
 from django.db import connection
 from django.db.models import Count, F, Model, QuerySet
 from django.db.models.functions import Length, Lower
@@ -16,6 +17,7 @@ from django.test.utils import CaptureQueriesContext
 
 from durable_jobs import keyset
 from durable_jobs.keyset import Unordered
+from durable_jobs.models import Job
 from tests.models import Crate, Depot, Leg, Parcel, Shipment, Token
 
 pytestmark = pytest.mark.django_db
@@ -208,6 +210,10 @@ def test_a_whole_row_is_compared_where_an_index_can_serve_it() -> None:
         (lambda: Parcel.objects.order_by("depot"), "write 'depot_id' or 'depot__<column>'"),
         (lambda: Parcel.objects.order_by("sent_at__year"), "not a column"),
         (lambda: Depot.objects.order_by("parcel__label"), "can have many"),
+        (lambda: Depot.objects.order_by("parcel"), "can have many"),
+        (lambda: Group.objects.order_by("permissions"), "can have many"),
+        (lambda: Parcel.objects.order_by("crate"), "not a column"),
+        (lambda: Job.objects.order_by("meta"), "holds JSON"),
         (lambda: Depot.objects.annotate(n=Count("parcel")).order_by("-n"), "annotation 'n'"),
         (lambda: Parcel.objects.extra(order_by=["label"]), "extra"),
     ],
