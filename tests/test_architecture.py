@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,6 @@ LAYERS = (
         "checks",
         "metrics",
         "telemetry",
-        "health",
         "templatetags",
     ),
     ("supervisor",),
@@ -167,6 +167,28 @@ def test_no_circle_within_a_layer() -> None:
         tuple(TopologicalSorter(graph).static_order())
     except CycleError as circle:
         pytest.fail(f"imports in a circle: {' ← '.join(circle.args[1])}")
+
+
+def test_the_picture_for_contributors_is_the_table() -> None:
+    picture = (
+        (PACKAGE.parent / "CONTRIBUTING.md").read_text().partition("flowchart TD\n")[2].partition("```")[0]
+    )
+    boxes = dict(re.findall(r'(\w+)\["([^"]+)"\]', picture))
+    plain = re.sub(r'\["[^"]+"\]', "", picture)
+    arrows = [
+        (before, after) for line in plain.splitlines() for before, after in pairwise(line.split(" --> "))
+    ]
+    drawn = {name: boxes.get(name.strip(), name.strip()).split(" · ") for name in chain(*arrows)}
+    rank = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    assert {module for told in drawn.values() for module in told} == set(rank)
+    for before, after in arrows:
+        upper, lower = drawn[before], drawn[after]
+        assert min(rank[module] for module in upper) > max(rank[module] for module in lower), (upper, lower)
+
+
+def test_the_table_names_what_is_there() -> None:
+    there = {module_of(path) for path in sources()}
+    assert {name for layer in LAYERS for name in layer} == there
 
 
 @pytest.mark.parametrize(
