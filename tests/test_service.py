@@ -45,7 +45,7 @@ from durable_jobs.exceptions import (
     UnrecoverableError,
 )
 from durable_jobs.kinds import Done, Kind, StatusMirror, Yield
-from durable_jobs.models import CancelRequest, Job, JobEvent, Scope
+from durable_jobs.models import CancelRequest, Job, JobEvent, Scope, uuid7
 from durable_jobs.runner import Outcome
 from durable_jobs.service import ALL_SCOPES, start_many
 from durable_jobs.testing import make_job
@@ -1495,11 +1495,31 @@ def test_what_is_started_cancelled_and_redriven_is_told(caplog: pytest.LogCaptur
     ]
 
 
-def test_a_file_locked_for_too_long_is_busy_for_a_redrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = make_job("failed", kind=KIND)
+@pytest.mark.parametrize(
+    ("status", "act", "statement"),
+    [
+        ("failed", service.redrive, "redrive"),
+        ("held", service.release, "release_held"),
+        ("pending", service.cancel, "request_cancel"),
+    ],
+)
+def test_a_file_locked_for_too_long_is_busy_and_any_other_error_of_the_database_is_itself(
+    status: str, act: Callable[..., Any], statement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(status, kind=KIND)
 
-    def locked(*_: Any, **__: Any) -> None:
-        raise OperationalError("database is locked")
+    def failing(sentence: str) -> Callable[..., None]:
+        def fail(*_: Any, **__: Any) -> None:
+            raise OperationalError(sentence)
 
-    monkeypatch.setattr(store, "redrive", locked)
-    refused("busy", service.redrive, job.id)
+        return fail
+
+    monkeypatch.setattr(store, statement, failing("database is locked"))
+    refused("busy", act, job.id)
+    monkeypatch.setattr(store, statement, failing("the disk is gone"))
+    with pytest.raises(OperationalError, match="the disk is gone"):
+        act(job.id)
+
+
+def test_a_job_that_is_not_there_cannot_be_settled() -> None:
+    refused("not_found", service.settle_without_hooks, uuid7(), actor="anna", reason="gone")

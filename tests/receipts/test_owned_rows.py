@@ -14,7 +14,7 @@ from django.utils import timezone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from durable_jobs import exceptions, jsontext, kinds, receipts, service, store
+from durable_jobs import exceptions, jsontext, kinds, models, receipts, service, store
 from durable_jobs.exceptions import (
     DurableJobsError,
     IdempotencyConflict,
@@ -398,6 +398,27 @@ def test_nothing_else_can_be_claimed(state: str) -> None:
     assert everything() == before
 
 
+def test_a_decided_failure_is_not_claimed_whoever_had_it() -> None:
+    """A30: the worker that came to tell the domain of it has died."""
+    job = make_job("verdict", kind=KIND, scope=HOME, idempotency_key="k1")
+    store.claim(job.id, job.continuation_seq, job.redrives, "w", -1.0)
+    with pytest.raises(NotReclaimable, match="decided"):
+        receipts.claim(job.id, context("k1"))
+
+
+def test_held_work_is_claimed_only_with_its_lock_key() -> None:
+    """A30, C5."""
+    with register_for_test(Import):
+        job = service.start(Import, {"n": 1}, scope=HOME, hold=True, lock_key="l", idempotency_key="k1").job
+        other = service.start(Import, {"n": 2}, scope=HOME, lock_key="l").job
+        with pytest.raises(LockKeyHeld) as refused:
+            receipts.claim(job.id, context("k1", kind=Import.name))
+        assert refused.value.held_by == other.id and read(job.id).status == "held"
+        service.cancel(other.id, scope=HOME)
+        receipts.claim(job.id, context("k1", kind=Import.name))
+    assert read(job.id).status == "running"
+
+
 @pytest.mark.parametrize("scope", [Scope("acme"), Scope("acme", "south"), Scope("umbrella", "north")])
 def test_another_scopes_work_is_unknown(scope: Scope) -> None:
     """A30, A11."""
@@ -674,6 +695,16 @@ def test_the_release_of_what_is_not_there_or_not_ours() -> None:
                 service.redrive(failed.id, scope=HOME)
 
 
+def test_held_work_whose_input_was_changed_is_not_released() -> None:
+    """A54, C5."""
+    with register_for_test(Import):
+        job = service.start(Import, {"n": 1}, scope=HOME, hold=True).job
+        tamper(job.id)
+        with pytest.raises(NotReclaimable, match="hash"):
+            service.release(job.id, scope=HOME)
+    assert read(job.id).status == "held"
+
+
 def test_held_and_scheduled_exclude_each_other() -> None:
     """C5."""
     with register_for_test(Import):
@@ -750,6 +781,19 @@ def test_four_problems_of_waiting_work_in_their_order(columns: dict[str, Any], p
         assert job.diagnostic is None and job.ownership == "unclaimed"
     else:
         assert problem in (job.diagnostic or "") and job.ownership == "legacy-unknown"
+
+
+def test_who_runs_a_row_without_an_owner_is_not_known() -> None:
+    """A53."""
+    assert fake(status="running").ownership == "legacy-unknown"
+
+
+def test_what_a_thousand_jobs_have_left_here_is_remembered_and_no_more() -> None:
+    """A55."""
+    first, *others = (uuid7() for _ in range(1001))
+    for job_id in (first, *others):
+        models.note_diagnostic(job_id, "a callback failed")
+    assert set(models.local_diagnostics) == set(others)
 
 
 def test_a_result_that_is_no_json_is_given_as_it_is() -> None:

@@ -453,6 +453,16 @@ def test_the_fence_knows_its_database(fact: str) -> None:
     assert not acts.shipments() and job_of(ctx).status == "running"
 
 
+def test_a_job_that_is_gone_has_no_fence() -> None:
+    """A36, A68: whoever has deleted the row by hand."""
+    ctx = owned()
+    rows.execute("DELETE FROM durable_jobs_job WHERE id = %s", job_of(ctx).id)
+    with pytest.raises(LeaseLostError, match="gone"):
+        assert_write_fence(ctx)
+    with pytest.raises(LeaseLostError, match="gone"):
+        complete_atomically(ctx, lambda _: RECEIPT)
+
+
 def test_a_temporary_table_does_not_stand_in_for_the_jobs() -> None:
     """A36: read through the real table."""
     ctx = owned()
