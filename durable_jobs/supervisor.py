@@ -252,7 +252,8 @@ class Supervisor:
         facts: dict[str, Any] = {"pid": child.process.pid, "code": code, "owner": child.owner}
         told = logging.INFO if code == EXIT_DONE else logging.WARNING
         tell(logger, told, "process_ended", child.killed, **facts)
-        if child.owner and code != EXIT_DONE:
+        # One that has ended by itself before it began to claim holds nothing.
+        if child.owner and code != EXIT_DONE and (child.ready or code < 0):
             self.repairs.add(child.owner)
 
     def _decide(self, place: Place, child: Child) -> None:
