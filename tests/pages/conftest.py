@@ -17,7 +17,7 @@ from tests.postgres import ROOT
 
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-Page = Callable[[str], dict[str, Any]]
+Page = Callable[..., dict[str, Any]]
 
 
 class Reprice(Kind):
@@ -30,21 +30,24 @@ class Reprice(Kind):
 
 
 def text_of(name: str) -> str:
-    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    folder = ROOT if name.isupper() else ROOT / "docs"
+    return (folder / f"{name}.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch, db: None) -> Iterator[Page]:
-    """Run all of a page's Python; gives the names that it has then. Its kinds are forgotten afterwards."""
+    """Run all of a page's Python, with some names given; gives those that it has then.
+
+    Its kinds are forgotten afterwards.
+    """
     monkeypatch.setitem(sys.modules, "shop", shop)
     monkeypatch.setitem(sys.modules, "shop.models", models)
     before = dict(kinds._kinds)
     kinds.register(Reprice)
 
-    def run(name: str) -> dict[str, Any]:
-        names: dict[str, Any] = {}
+    def run(name: str, **names: Any) -> dict[str, Any]:
         for number, block in enumerate(PYTHON.findall(text_of(name)), 1):
-            exec(compile(block, f"docs/{name}.md, block {number}", "exec"), names)
+            exec(compile(block, f"{name}.md, block {number}", "exec"), names)
         return names
 
     yield run
