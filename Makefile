@@ -107,10 +107,10 @@ soak: install  ## Kill workers at random and check what is left (MINUTES=10 DB=s
 test-brokers: install  ## Run on Redis, RabbitMQ, PgBouncer (Debian's, installed when missing, as root) and on three hosts, one of them cut off
 	@env -u DATABASE_URL $(PY) -m tests.brokers $(ARGS)
 
-test-wheel: install  ## Build the package, install it into an empty project, and use it there
+test-wheel: install  ## Build the package, check it as an index would, and use it in new projects: oldest and newest Python and Django, both databases
 	env -u DATABASE_URL $(PY) -m tests.wheel_smoke
 
-test-tutorial: install  ## Follow docs/tutorial.md to the letter in an empty folder (ARGS='--python python3.13')
+test-tutorial: install  ## Follow docs/tutorial.md to the letter in an empty folder, by this Python and the newest (ARGS='--python python3.13')
 	env -u DATABASE_URL $(PY) -m tests.tutorial $(ARGS)
 
 test-api-fuzz: install  ## Ask the REST API whatever its schema allows and forbids, as operator and as viewer (ARGS: --examples 50)

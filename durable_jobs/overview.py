@@ -483,7 +483,11 @@ def _look_at_due_work(now: datetime, limits: Limits, pauses: list[Pause]) -> Ite
             "Start one: manage.py runworker",
         )
     else:
-        yield Check("workers", True, f"{len(workers)} live; no due work without one.")
+        yield Check(
+            "workers",
+            True,
+            f"{len(workers)} live; no work due for over {limits.without_worker:g} s without one.",
+        )
     if oldest > limits.due:
         sentence = f"The oldest due work has waited {explain.span(oldest)}, in {place}."
         yield Check("due", False, sentence, "Start more workers, or find out what they are busy with.")

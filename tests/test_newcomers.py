@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from django.db import DatabaseError, connection, transaction
+from django.core.management import BaseCommand, CommandError, call_command
+from django.db import DatabaseError, OperationalError, connection, transaction
 
 from durable_jobs import database, explain, kinds
 from durable_jobs.database import Statement
 from durable_jobs.exceptions import UnknownKind
 from durable_jobs.testing import make_job
-from durable_jobs.worker import Worker
+from durable_jobs.worker import EXIT_NO_DATABASE, Worker
 from tests.processes import Processes
 
 
@@ -77,3 +78,17 @@ def test_a_worker_without_kinds_says_where_it_looked(
     monkeypatch.setattr(kinds, "_kinds", {})
     Worker()._tell_of_missing_kinds()
     assert "no_kinds: Kinds are classes with @register in jobs.py" in caplog.text
+
+
+def test_checks_that_cannot_ask_the_database_end_a_worker_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Django 6.1 asks SQLite in a check, before the worker can."""
+
+    def away(*args: object, **options: object) -> None:
+        raise OperationalError("unable to open database file")
+
+    monkeypatch.setattr(BaseCommand, "check", away)
+    with pytest.raises(CommandError, match="The database 'default' fails: unable to open") as caught:
+        call_command("runworker", skip_checks=False)
+    assert caught.value.returncode == EXIT_NO_DATABASE

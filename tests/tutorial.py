@@ -1,6 +1,7 @@
 """docs/tutorial.md as a new user follows it, to the letter: files written, commands typed, answers compared.
 
-`python -m tests.tutorial [--python python3.13]`. It happens in an empty folder, with the wheel of this tree.
+`python -m tests.tutorial [--python python3.13]`. It happens in an empty folder, with the wheel of this tree: by this
+Python and by the newest that is found, which takes the newest Django along.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.fresh_projects import tell
+from tests.tasks.__main__ import newer_python
 from tests.wheel_smoke import build
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "tutorial.md"
@@ -119,8 +122,27 @@ def matches(expected: str, printed: str) -> bool:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="tests.tutorial", description=__doc__)
-    parser.add_argument("--python", default=sys.executable, help="the reader's interpreter")
+    parser.add_argument("--python", help="the reader's interpreter (default: this one, and the newest)")
     options = parser.parse_args(arguments)
+    for python in [options.python] if options.python else dict.fromkeys([sys.executable, newest()]):
+        walk(python)
+        said = tell([python, "-c", "import sys; print(sys.version.split()[0])"])
+        print(f"Tutorial on Python {said}: passed", flush=True)
+    print("Tutorial: passed")
+    return 0
+
+
+def newest() -> str:
+    python = newer_python()
+    if python is None:
+        print(
+            "Tutorial on a newer Python: left out, because no Python 3.12 or later was found (PATH, pyenv)."
+        )
+    return python or sys.executable
+
+
+def walk(python: str) -> None:
+    """From the empty folder to the end of the page."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -132,17 +154,13 @@ def main(arguments: list[str]) -> int:
         page = PAGE.read_text().replace(
             "install durable-jobs\n", f"install --quiet {build(folder / 'dist')}\n"
         )
-        page = page.replace("python3 -m venv", f"{options.python} -m venv", 1).replace(
-            "8000", str(free_port())
-        )
+        page = page.replace("python3 -m venv", f"{python} -m venv", 1).replace("8000", str(free_port()))
         shell = Shell(folder, environment)
         try:
             commands = follow(page, shell, folder)
         finally:
             shell.end()
     assert commands > 20, "The page has lost its commands"
-    print("Tutorial: passed")
-    return 0
 
 
 def free_port() -> int:

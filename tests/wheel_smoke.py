@@ -1,8 +1,11 @@
-"""The wheel as a stranger uses it: built, installed into an empty environment, added to an empty project."""
+"""What is published: wheel and source distribution, what they hold and say, and what strangers meet with them."""
 
 from __future__ import annotations
 
+import email
+import glob
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,35 +14,14 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import trove_classifiers
+
+import durable_jobs
+from tests import fresh_projects
+
 ROOT = Path(__file__).resolve().parent.parent
 
 FOREIGN = {"tests", "project", "benchmarks", "templates", ".ci"}
-
-JOBS = """
-from durable_jobs.kinds import Done, Kind, register
-
-
-@register
-class Greet(Kind):
-    name = "greetings.greet"
-
-    def step(self, ctx):
-        return Done({"greeting": f"Hello {ctx.input['name']}"})
-"""
-
-START = """
-from durable_jobs import service
-
-print(service.start("greetings.greet", {"name": "wheel"}).job.pk)
-"""
-
-SHOW = """
-from durable_jobs.models import Job
-
-job = Job.objects.get()
-assert job.status == "completed", (job.status, job.error_code, job.error_message)
-assert job.result == {"greeting": "Hello wheel"}, job.result
-"""
 
 
 def main() -> int:
@@ -47,9 +29,10 @@ def main() -> int:
         folder = Path(name)
         wheel = build(folder / "dist")
         check_contents(wheel)
-        python = install(wheel, folder / "venv")
-        project = start_project(python, folder / "site")
-        use(python, project)
+        check_metadata(wheel)
+        check_source(folder / "dist", wheel)
+        check_old_python(wheel, folder)
+        fresh_projects.main(wheel, folder)
     print("Wheel: passed")
     return 0
 
@@ -57,12 +40,63 @@ def main() -> int:
 def build(target: Path) -> Path:
     """Build the source distribution, and the wheel from it."""
     run(sys.executable, "-m", "build", "--outdir", str(target), str(ROOT), cwd=target.parent)
-    (source,) = target.glob("*.tar.gz")
-    with tarfile.open(source) as archive:
-        strangers = {part for part in map(second_part, archive.getnames()) if part in FOREIGN}
-    assert not strangers, f"The source distribution holds {strangers}"
     (wheel,) = target.glob("*.whl")
     return wheel
+
+
+def check_source(target: Path, wheel: Path) -> None:
+    """The source distribution holds what was decided, and the wheel from it is the wheel from this tree."""
+    (source,) = target.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        parts = {second_part(name) for name in archive.getnames()}
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert not parts & FOREIGN, f"The source distribution holds {parts & FOREIGN}"
+    wanted = {"LICENSE", "CHANGELOG.md", "README.md", "pyproject.toml"}
+    wanted |= {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert wanted <= names, f"The source distribution lacks {wanted - names}"
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", str(target / "tree"), str(ROOT), cwd=target)
+    (from_tree,) = (target / "tree").glob("*.whl")
+    assert contents(from_tree) == contents(wheel), (
+        "The tree and the source distribution make different wheels"
+    )
+    run(sys.executable, "-m", "twine", "check", "--strict", str(source), str(wheel))
+
+
+def contents(wheel: Path) -> dict[str, int]:
+    """Every file of a wheel with the checksum of its bytes."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {one.filename: one.CRC for one in archive.infolist()}
+
+
+def check_metadata(wheel: Path) -> None:
+    """What an index would show is what the tree says, each thing from its one place."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    released = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released and metadata["Version"] == durable_jobs.__version__ == released[1]
+    assert metadata["License-Expression"] == "MIT" and metadata["Requires-Python"] == ">=3.11"
+    always = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
+    assert always == ["Django>=5.2"], always
+    assert set(metadata.get_all("Provides-Extra", [])) == set(fresh_projects.EXTRAS)
+    unknown = set(metadata.get_all("Classifier", [])) - set(trove_classifiers.classifiers)
+    assert not unknown, unknown
+
+
+def check_old_python(wheel: Path, folder: Path) -> None:
+    """A Python that is too old is told so by pip, and by make."""
+    root = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
+    found = [shutil.which("python3.10"), *glob.glob(f"{root}/versions/3.10*/bin/python")]
+    old = next(
+        (path for path in found if path and fresh_projects.tell([path, "-c", "print(1)"]) == "1"), None
+    )
+    if old is None:
+        print("Wheel on a Python that is too old: left out, because no Python 3.10 was found (PATH, pyenv).")
+        return
+    said = fresh_projects.call([old, "-m", "pip", "install", "--dry-run", "--no-deps", str(wheel)], code=1)
+    assert "requires a different Python: 3.10" in said, said
+    said = fresh_projects.call(["make", "install", f"PYTHON={old}", f"VENV={folder / 'none'}"], ROOT, code=2)
+    assert "durable_jobs needs Python 3.11 or later; name one with PYTHON=" in said, said
 
 
 def second_part(name: str) -> str:
@@ -81,43 +115,6 @@ def check_contents(wheel: Path) -> None:
     }
     assert inside == wanted, f"missing: {sorted(wanted - inside)}; too much: {sorted(inside - wanted)}"
     assert licences, "The wheel holds no LICENSE"
-
-
-def install(wheel: Path, target: Path) -> Path:
-    run(sys.executable, "-m", "venv", str(target), cwd=target.parent)
-    python = target / "bin" / "python"
-    run(str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(wheel))
-    run(str(python), "-m", "pip", "check", "--disable-pip-version-check")
-    return python
-
-
-def start_project(python: Path, folder: Path) -> Path:
-    """An empty project with one small app, as `startproject` and `startapp` make them."""
-    folder.mkdir()
-    run(str(python), "-m", "django", "startproject", "site_of_a_stranger", ".", cwd=folder)
-    run(str(python), "manage.py", "startapp", "greetings", cwd=folder)
-    (folder / "greetings" / "jobs.py").write_text(JOBS)
-    with (folder / "site_of_a_stranger" / "settings.py").open("a") as settings:
-        settings.write('\nINSTALLED_APPS += ["durable_jobs", "greetings"]\n')
-        settings.write(
-            'DATABASES["default"]["OPTIONS"] = '
-            '{"transaction_mode": "IMMEDIATE", "timeout": 20, "init_command": "PRAGMA journal_mode=WAL;"}\n'
-        )
-    return folder
-
-
-def use(python: Path, project: Path) -> None:
-    def manage(*arguments: str) -> None:
-        run(str(python), "manage.py", *arguments, cwd=project)
-
-    manage("check", "--fail-level", "WARNING")
-    manage("makemigrations", "--check", "--dry-run")
-    manage("migrate", "--verbosity", "0")
-    if not (ROOT / "durable_jobs" / "worker.py").exists():
-        return
-    manage("shell", "--command", START)
-    manage("runworker", "--until-idle")
-    manage("shell", "--command", SHOW)
 
 
 def run(*command: str, cwd: Path | None = None) -> None:

@@ -24,6 +24,7 @@ from durable_jobs import database
 from durable_jobs.exceptions import DurableJobsError
 from durable_jobs.management.output import Output
 from durable_jobs.supervisor import has_checked
+from durable_jobs.worker import EXIT_NO_DATABASE
 
 OK: Final = 0
 REFUSED: Final = 1
@@ -80,11 +81,23 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
 
 
-class ActCommand(BaseCommand):
+class CheckedCommand(BaseCommand):
+    """A command that tells in one line, and with the worker's exit code, that its checks cannot ask the database."""
+
+    requires_migrations_checks = False
+
+    def check(self, *args: Any, **options: Any) -> None:
+        try:
+            super().check(*args, **options)
+        except (DatabaseError, InterfaceError) as error:
+            # Django 6.1 asks SQLite whether it knows JSON, when a project's model has such a field.
+            raise CommandError(sentence_of(error), returncode=EXIT_NO_DATABASE) from None
+
+
+class ActCommand(CheckedCommand):
     """A management command that is one act."""
 
     act: Act
-    requires_migrations_checks = False
 
     def add_arguments(self, parser: CommandParser) -> None:
         self.act.prepare(parser)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import CommandParser
 
-from durable_jobs.management.acts import EXIT_CODES, Act, may_skip_checks, perform
+from durable_jobs.management.acts import EXIT_CODES, Act, CheckedCommand, may_skip_checks, perform
 from durable_jobs.management.acts.acting import Cancel, PauseWork, Redrive, Settle, Start, Unpause
 from durable_jobs.management.acts.looking import Explain, Health, Kinds, List, Show, Stats
 from durable_jobs.management.acts.upkeep import Prune, Reconcile
@@ -24,11 +24,10 @@ DJANGOS_OWN = (
 )  # fmt: skip
 
 
-class Command(BaseCommand):
+class Command(CheckedCommand):
     """Finds the act and performs it."""
 
     help = "Run, look at and operate durable jobs."
-    requires_migrations_checks = False
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         parser = super().create_parser(prog_name, subcommand, epilog=EXIT_CODES, **kwargs)
