@@ -54,7 +54,9 @@ def check_source(target: Path, wheel: Path) -> None:
     wanted = {"LICENSE", "CHANGELOG.md", "README.md", "pyproject.toml"}
     wanted |= {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
     assert wanted <= names, f"The source distribution lacks {wanted - names}"
+    shutil.rmtree(ROOT / "build", ignore_errors=True)  # what an earlier build has left would go into this one
     run(sys.executable, "-m", "build", "--wheel", "--outdir", str(target / "tree"), str(ROOT), cwd=target)
+    shutil.rmtree(ROOT / "build", ignore_errors=True)
     (from_tree,) = (target / "tree").glob("*.whl")
     assert contents(from_tree) == contents(wheel), (
         "The tree and the source distribution make different wheels"
