@@ -956,6 +956,28 @@ def test_an_outage_of_another_database_that_a_hook_met_is_one_rows_error(
     assert (now(first).status, now(second).status) == ("running", "failed")
 
 
+def test_a_connection_that_was_lost_in_a_hook_ends_the_pass(
+    mender: Reconciler, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C014: Django has another one by then, and that it works says nothing about what was seen."""
+
+    def lose(self: Hooked, job: Job) -> int:
+        connection.close()
+        raise InterfaceError("connection already closed")
+
+    jobs = [orphan(Parked), orphan(Parked)]
+    mender.tick()
+    clock.skip(GRACE + 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Hooked, "on_transition", lose)
+        report = mender.tick()
+    assert (report.parked, report.errors) == (0, 1)
+    assert mender.tick().sighted == 2
+    clock.skip(GRACE + 1)
+    assert mender.tick().parked == 2
+    assert {now(job).status for job in jobs} == {"failed"}
+
+
 def test_an_outage_that_a_hook_met_is_ours_when_no_write_is_taken(
     mender: Reconciler, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

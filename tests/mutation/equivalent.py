@@ -5,11 +5,14 @@ from __future__ import annotations
 from tests.mutation.sites import Mutant
 
 MOMENT = "a single microsecond of a clock falls on the one side or on the other"
+DIGITS = "to how many digits of a second a line of the history is rounded"
 NOT_NULL = "the comparison beside it is false for NULL, and both databases know from it that the partial index serves"
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("reconciler:Reconciler._report_lock", "<=", "<"): MOMENT,
+    ("reconciler:Reconciler._redrive", "3", "4"): DIGITS,
     ("reconciler:repair_once", "0.01", "1.01"): "a little more than the grace; how little is of no account",
+    ("store:_ANNOUNCE", "<", "<="): MOMENT,
     ("store:_FORGET_WORKERS", "<", "<="): MOMENT,
     ("store:_LONG_AGO", "1", "2"): "before any job that there can be",
     ("store:_claim_next", "AND c.next_run_at IS NOT NULL", ""): NOT_NULL,

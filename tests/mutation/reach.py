@@ -104,7 +104,8 @@ class Reach:
         """The tests that reach the mutant: those of `first`, then those that reach little else and are quick."""
         lines = self._reaching[mutant.module]
         reaching = set(lines.get(mutant.line, ()))
-        if not reaching:
+        if not reaching or mutant.owner.startswith("_snippets."):
+            # Texts are put together once; whoever runs a statement with them may notice.
             names = self._users[mutant.module].get(mutant.owner, set())
             names = names | {mutant.owner, mutant.owner.partition(".")[0]}
             for body, numbers in self._bodies[mutant.module].items():

@@ -364,7 +364,7 @@ def _sql_changes(text: str) -> Iterator[tuple[str, int, int, str]]:
             yield name, match.start(), match.end(), new
     for match in re.finditer(r"\bAND\b", text):
         yield "condition", match.start(), _end(text, match.end()), ""
-    for match in re.finditer(r"\bWHERE\b", text):
+    for match in re.finditer(r"\bWHERE\b(?! true\b)", text):
         yield "condition", match.end(), _end(text, match.end()), " 1 = 1 "
     yield from _assignments(text)
 
