@@ -8,11 +8,21 @@ MOMENT = "a single microsecond of a clock falls on the one side or on the other"
 DIGITS = "to how many digits of a second a line of the history is rounded"
 NOT_NULL = "the comparison beside it is false for NULL, and both databases know from it that the partial index serves"
 
+AGAIN = "the look that has just locked the row has asked it already; it stands here once more for a reader's peace"
+
 EQUIVALENT: dict[tuple[str, str, str], str] = {
+    ("receipts:ExecutionContext.check_active", ">=", ">"): MOMENT,
+    ("receipts:_finalize", "10", "11"): "longer than any text that can be; it is cut afterwards",
+    ("reconciler:Reconciler._settle_cancels", "<=", "<"): MOMENT,
+    ("store:_SETTLE", "<", "<="): MOMENT,
+    ("store:_snippets.strict", "AND status = 'running'", ""): AGAIN,
+    ("store:_snippets.strict", "AND lease_owner = :owner", ""): AGAIN,
+    ("store:_snippets.strict", "AND lease_epoch = :epoch", ""): AGAIN,
     ("reconciler:Reconciler._report_lock", "<=", "<"): MOMENT,
     ("reconciler:Reconciler._redrive", "3", "4"): DIGITS,
     ("reconciler:repair_once", "0.01", "1.01"): "a little more than the grace; how little is of no account",
     ("store:_ANNOUNCE", "<", "<="): MOMENT,
+    ("store:_CLAIM_LIMITED", "<=", "<"): MOMENT,
     ("store:_FORGET_WORKERS", "<", "<="): MOMENT,
     ("store:_LONG_AGO", "1", "2"): "before any job that there can be",
     ("store:_claim_next", "AND c.next_run_at IS NOT NULL", ""): NOT_NULL,

@@ -33,9 +33,11 @@ def patch(mutant: Mutant) -> None:
 
 def transplanted(old: Any, new: Any, module: str) -> bool:
     """Make `old` behave as `new`; False for values that are to be replaced."""
-    if isinstance(new, types.FunctionType):
+    if isinstance(new, types.FunctionType) or hasattr(new, "cache_clear"):
         if new.__module__ == module:
             give_code(old, new)
+        if hasattr(old, "cache_clear"):
+            old.cache_clear()
         return True
     if isinstance(new, type):
         if new.__module__ == module:
