@@ -14,6 +14,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("receipts:ExecutionContext.check_active", ">=", ">"): MOMENT,
     ("receipts:_finalize", "10", "11"): "longer than any text that can be; it is cut afterwards",
     ("reconciler:Reconciler._settle_cancels", "<=", "<"): MOMENT,
+    ("reconciler:spacing", "16", "17"): "the power is cut far above the longest wait",
+    ("store:_DUE_SCOPES", "AND c.next_run_at IS NOT NULL", ""): NOT_NULL,
     ("store:_SETTLE", "<", "<="): MOMENT,
     ("store:_snippets.strict", "AND status = 'running'", ""): AGAIN,
     ("store:_snippets.strict", "AND lease_owner = :owner", ""): AGAIN,

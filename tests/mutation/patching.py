@@ -89,6 +89,8 @@ def replace_member(old: type, name: str, value: Any) -> None:
         elif name == "__init__":
             # A dataclass's own: the fields' defaults stand here.
             give_defaults(there, value)
+        elif name in ("__eq__", "__repr__"):
+            give_code(there, value)
     elif isinstance(value, int | float | str | tuple) and not name.startswith("__"):
         with suppress(AttributeError, TypeError):
             setattr(old, name, value)

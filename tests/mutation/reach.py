@@ -20,6 +20,16 @@ MOST_SECONDS = 40.0
 """How long a mutant's tests would take, all in all; they are taken nearest first."""
 SLOWEST = 4.0
 """A test that takes longer is not among them."""
+BUILDERS = (
+    "_snippets",
+    "_page_snippets",
+    "_sizes",
+    "_user_type",
+    "_statement",
+    "_insert_many_postgresql",
+    "_claim_next",
+)
+"""They put texts together, once; whoever runs a statement with such a text may notice."""
 SHORTEST_LIMIT = 5.0
 """Seconds that any test may take before it counts as hanging."""
 
@@ -104,8 +114,7 @@ class Reach:
         """The tests that reach the mutant: those of `first`, then those that reach little else and are quick."""
         lines = self._reaching[mutant.module]
         reaching = set(lines.get(mutant.line, ()))
-        if not reaching or mutant.owner.startswith("_snippets."):
-            # Texts are put together once; whoever runs a statement with them may notice.
+        if not reaching or mutant.owner.partition(".")[0] in BUILDERS:
             names = self._users[mutant.module].get(mutant.owner, set())
             names = names | {mutant.owner, mutant.owner.partition(".")[0]}
             for body, numbers in self._bodies[mutant.module].items():

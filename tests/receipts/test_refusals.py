@@ -200,6 +200,13 @@ def test_a_context_that_is_over_is_told_so_before_anything_else(act: str) -> Non
     assert act == "claim" or everything() == before
 
 
+def test_a_context_is_a_value_and_what_was_read_with_it_is_no_part_of_that() -> None:
+    one = context("key")
+    same = ExecutionContext(one.scope, one.actor, one.kind, "key", one.deadline, one.stop)
+    one.consume(items=5)
+    assert one == same and "_used" not in repr(one)
+
+
 # --- claims by hand ---------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -16,6 +17,7 @@ from tests.store.rows import (
     GRACE,
     ME,
     STATES,
+    State,
     ago,
     execute,
     image,
@@ -83,6 +85,21 @@ def test_limited_work_that_was_orphaned_goes_only_to_who_takes_suspects() -> Non
     assert store.due_scopes(probe, []) == [HOME]
     claimed = store.claim_limited("w", 5, probe, HOME, [probe.kind], 5)
     assert claimed is not None and [job.id for job in claimed[0]] == [job_id]
+
+
+@pytest.mark.parametrize(
+    "elsewhere", [{"queue_name": "other"}, {"kind": "tests.other"}, {"priority": 6}, {"later": True}]
+)
+def test_the_scopes_of_due_work_are_those_of_this_place_and_of_now(elsewhere: dict[str, Any]) -> None:
+    here = make("pending", queue_name="q", organization_id=None)
+    columns = {"queue_name": "q", "tenant_id": "theirs", **elsewhere}
+    there = make(State("pending", later=columns.pop("later", False)), **columns)
+    held = make("held", queue_name="q", tenant_id="held")
+    assert store.due_scopes(probe_for(here), []) == [Scope("acme", None)]
+    assert store.due_scopes(probe_for(here), [Scope("acme", None)]) == []
+    for job_id in (there, held):
+        probe, scope = probe_for(here), Scope(image(job_id)["tenant_id"], "north")
+        assert store.claim_limited("w", 5, probe, scope, [probe.kind], 5) == ([], 5)
 
 
 def test_limited_work_is_claimed_up_to_the_limit_of_the_call_and_of_the_kind() -> None:
