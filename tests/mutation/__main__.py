@@ -154,7 +154,8 @@ class Run:
         """First those that have noticed another change of the same function."""
         place = f"{mutant.module}:{mutant.owner}:"
         noticed = Counter(answer["by"] for name, answer in self.kept.items() if name.startswith(place))
-        return [name for name in self.reach.tests_for(mutant, noticed) if name not in self.unreliable]
+        names = self.reach.tests_for(mutant, noticed, self.options.seconds)
+        return [name for name in names if name not in self.unreliable]
 
     def _tell(self, mutants: list[Mutant]) -> int:
         for module in [*MODULES, ""]:
@@ -187,6 +188,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--part", type=part_of, default=(1, 1), help="3/8: the third of eight parts")
     parser.add_argument("--module", choices=("", *MODULES), default="")
     parser.add_argument("--results", type=Path, default=Path("mutation.json"))
+    parser.add_argument(
+        "--seconds", type=float, default=40.0, help="what one mutant's tests may take, all in all"
+    )
     parser.add_argument("--minutes", type=float, default=10_000.0, help="end after so many")
     parser.add_argument("--again", action="store_true", help="try again what has survived")
     options = parser.parse_args(arguments)

@@ -16,8 +16,6 @@ from tests.mutation.sites import Mutant, users
 
 PACKAGE = ROOT / "durable_jobs"
 
-MOST_SECONDS = 40.0
-"""How long a mutant's tests would take, all in all; they are taken nearest first."""
 SLOWEST = 4.0
 """A test that takes longer is not among them."""
 BUILDERS = (
@@ -110,8 +108,11 @@ class Reach:
     def seconds(self, names: list[str]) -> float:
         return float(sum(self._tests[name]["seconds"] for name in names))
 
-    def tests_for(self, mutant: Mutant, first: Mapping[str, int]) -> list[str]:
-        """The tests that reach the mutant: those of `first`, then those that reach little else and are quick."""
+    def tests_for(self, mutant: Mutant, first: Mapping[str, int], most_seconds: float) -> list[str]:
+        """The tests that reach the mutant: those of `first`, then those that reach little else and are quick.
+
+        All in all they take no longer than `most_seconds`.
+        """
         lines = self._reaching[mutant.module]
         reaching = set(lines.get(mutant.line, ()))
         if not reaching or mutant.owner.partition(".")[0] in BUILDERS:
@@ -125,7 +126,7 @@ class Reach:
         chosen, total = [], 0.0
         for name in sorted(reaching, key=lambda name: (-first.get(name, 0), self._distance(name), name)):
             seconds = self._tests[name]["seconds"]
-            if total + seconds <= MOST_SECONDS:
+            if total + seconds <= most_seconds:
                 chosen.append(name)
                 total += seconds
         return chosen
