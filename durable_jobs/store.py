@@ -815,9 +815,6 @@ _IMAGE = _statement(
         (SELECT file FROM pragma_database_list WHERE name = 'main'), 0
     FROM main.{job} AS {job} WHERE id = :id""",
 )
-_DATABASE = _statement(
-    "SELECT current_database()", "SELECT file FROM pragma_database_list WHERE name = 'main'"
-)
 
 _TRY_LOCK = _statement("SELECT pg_try_advisory_xact_lock(hashtextextended(:lock_name, 0))", "SELECT 1")
 _WAIT_LOCK = _statement("SELECT pg_advisory_xact_lock(hashtextextended(:lock_name, 0))", "SELECT 1")
@@ -1713,11 +1710,6 @@ def image(job_id: UUID, using: str | None = None) -> Image | None:
     return Image(
         job, tuple(rows[0][:width]), bool(current), requested is not None, str(name), bool(temporary)
     )
-
-
-def database_name(using: str | None = None) -> str:
-    """What the database calls itself; on SQLite the path of its file."""
-    return str(_DATABASE.run(database.connection(using))[0][0])
 
 
 def renew(lease: Lease) -> Job | Answer | None:

@@ -110,7 +110,6 @@ def reads_and_records() -> Iterator[Callable[[], Any]]:
     yield lambda: store.renew(replace(lease_on(job_id), epoch=99))
     yield lambda: store.lock_row(job_id)
     yield lambda: store.image(job_id)
-    yield lambda: store.database_name()
     yield lambda: store.wait_lock("l")
     yield lambda: store.try_lock("l")
     yield lambda: store.running_of_kind(["k", "tests.work"], SCOPE)

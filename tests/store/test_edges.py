@@ -7,7 +7,6 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from django.db import connection
 
 from durable_jobs import store
 from durable_jobs.models import Job, Scope, uuid7
@@ -189,7 +188,3 @@ def test_only_leases_that_hold_count_as_leased() -> None:
     assert (store.leased(), store.leased(queue=running["queue_name"])) == (2, 1)
     assert (store.leased(kind="tests.other"), store.leased(kind="tests.none")) == (1, 0)
     assert (store.leased(tenant="acme"), store.leased(tenant="nobody")) == (1, 0)
-
-
-def test_a_database_is_known_by_its_own_name() -> None:
-    assert store.database_name().endswith(str(connection.settings_dict["NAME"]))
