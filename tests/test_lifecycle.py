@@ -692,6 +692,38 @@ class TestAfterwards:
         assert ran == [1]
 
 
+class TestPlain:
+    def test_a_completion_is_plain_until_somebody_wants_to_know_of_it(self) -> None:
+        """What others listen to, and hooks of other kinds, make nothing slower."""
+        made()
+        kind = kinds.get("tests.made")
+
+        def receive(**_: Any) -> None:
+            """Somebody's."""
+
+        assert lifecycle.is_plain(kind)
+        signals.job_completed.connect(receive, sender="tests.another")
+        try:
+            assert lifecycle.is_plain(kind)
+            signals.job_completed.connect(receive, sender="tests.made")
+            assert not lifecycle.is_plain(kind)
+        finally:
+            for sender in ("tests.another", "tests.made"):
+                signals.job_completed.disconnect(receive, sender=sender)
+        assert lifecycle.is_plain(kind)
+
+    @pytest.mark.parametrize(
+        "hooks",
+        [
+            {"after_transition": lambda self, job: None},
+            {"on_transition": lambda self, job: 1, "on_redrive": lambda self, job: 1},
+        ],
+    )
+    def test_a_kind_with_hooks_is_not(self, hooks: dict[str, Any]) -> None:
+        made(**hooks)
+        assert not lifecycle.is_plain(kinds.get("tests.made"))
+
+
 class TestChaining:
     """F22: the next job exists exactly if this one ended."""
 

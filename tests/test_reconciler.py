@@ -1012,6 +1012,40 @@ def test_the_history_says_of_an_orphan_whether_it_had_begun(mender: Reconciler) 
     assert all(one["reaped"] is True and one["delay"] == 0 for one in told.values())
 
 
+def test_a_file_that_was_locked_is_an_outage_even_if_it_is_free_again(
+    mender: Reconciler, clock: Clock
+) -> None:
+    """Every beat has waited for it as well."""
+
+    def meet() -> None:
+        raise OperationalError("database is locked")
+
+    first, second = orphan(Interrupted), orphan(Parked)
+    mender.tick()
+    clock.skip(GRACE + 1)
+    Interrupted.on_decision = meet
+    assert mender.tick().parked == 0
+    assert (now(first).status, now(second).status) == ("running", "running")
+    assert mender.tick().sighted == 2
+
+
+def test_a_beat_saves_work_that_nobody_here_knows_as_well(
+    mender: Reconciler, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A day after its lease ran out it would be parked; the owner comes back in between."""
+    job = orphan("nobody.knows")
+    age(job, seconds=DAY + 3_600)
+    park = store.park_orphan
+
+    def late(seen: Orphan, **options: Any) -> Job | None:
+        age(job, seconds=-60)
+        return park(seen, **options)
+
+    monkeypatch.setattr(store, "park_orphan", late)
+    report = passes(mender, clock)
+    assert (report.parked, report.errors, now(job).status) == (0, 0, "running")
+
+
 def test_a_failure_to_publish_is_counted_and_changes_nothing(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

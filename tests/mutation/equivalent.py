@@ -8,13 +8,27 @@ MOMENT = "a single microsecond of a clock falls on the one side or on the other"
 DIGITS = "to how many digits of a second a line of the history is rounded"
 NOT_NULL = "the comparison beside it is false for NULL, and both databases know from it that the partial index serves"
 
+OWNED = "the table lets only a running job have an owner"
 AGAIN = "the look that has just locked the row has asked it already; it stands here once more for a reader's peace"
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
+    ("lifecycle:reopen", "kind.has_transition_hook", "True"): "a kind without hooks agrees",
     ("receipts:ExecutionContext.check_active", ">=", ">"): MOMENT,
     ("receipts:_finalize", "10", "11"): "longer than any text that can be; it is cut afterwards",
+    ("reconciler:Reconciler._announce_waiting", "<", "<="): MOMENT,
+    ("reconciler:Reconciler._seen_before", "False", "None"): "asked for its truth alone",
     ("reconciler:Reconciler._settle_cancels", "<=", "<"): MOMENT,
+    ("reconciler:repair_once", "100", "101"): "how many rows are read at a time",
     ("reconciler:spacing", "16", "17"): "the power is cut far above the longest wait",
+    ("store:_COUNT_OF_KIND", "status = 'running'", "1 = 1"): OWNED,
+    ("store:_COUNT_BY_HAND", "status = 'running'", "1 = 1"): OWNED,
+    ("store:_LEASED", "status = 'running'", "1 = 1"): OWNED,
+    (
+        "store:_LEASED",
+        "AND lease_owner IS NOT NULL",
+        "",
+    ): "a lease that was let go has run out at that moment",
+    ("store:_LONG_AGO", "1970", "1971"): "before any job that there can be",
     ("store:_DUE_SCOPES", "AND c.next_run_at IS NOT NULL", ""): NOT_NULL,
     ("store:_SETTLE", "<", "<="): MOMENT,
     ("store:_snippets.strict", "AND status = 'running'", ""): AGAIN,

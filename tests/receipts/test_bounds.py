@@ -395,7 +395,8 @@ def test_a_deadline_that_passes_in_the_callback_rolls_back() -> None:
         {"scope": "acme"}, {"scope": Scope("")}, {"scope": Scope("  ")}, {"scope": Scope("acme", " ")}, {"kind": ""},
         {"kind": "  "}, {"kind": None}, {"idempotency_key": "\t"}, {"idempotency_key": "x" * 201}, {"actor": None},
         {"deadline": "soon"}, {"deadline": float("nan")}, {"deadline": True}, {"stop": None}, {"fence": "mine"},
-        {"limits": 7}, {"limits": None},
+        {"limits": 7}, {"limits": None}, {"scope": Scope("t" * 65)}, {"scope": Scope("acme", "o" * 65)},
+        {"kind": "k" * 201},
     ],
 )  # fmt: skip
 def test_a_context_of_nonsense_is_refused(wrong: dict[str, Any]) -> None:
@@ -403,6 +404,10 @@ def test_a_context_of_nonsense_is_refused(wrong: dict[str, Any]) -> None:
     facts = {"scope": HOME, "actor": "a", "kind": "k", "idempotency_key": "k", "deadline": 1.0}
     with pytest.raises(InvalidInput):
         ExecutionContext(**{**facts, **wrong})
+
+
+def test_a_context_may_be_as_long_as_its_columns() -> None:
+    ExecutionContext(Scope("t" * 64, "o" * 64), "a", "k" * 200, "i" * 200, math.inf)
 
 
 def test_what_a_context_may_read_is_bounded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from durable_jobs import kinds, receipts, store
 from durable_jobs.exceptions import (
     DeadlineExceeded,
     IdempotencyConflict,
+    InvalidInput,
     LeaseLostError,
     LockKeyHeld,
 )
@@ -205,6 +207,18 @@ def test_a_context_is_a_value_and_what_was_read_with_it_is_no_part_of_that() -> 
     same = ExecutionContext(one.scope, one.actor, one.kind, "key", one.deadline, one.stop)
     one.consume(items=5)
     assert one == same and "_used" not in repr(one)
+
+
+def test_a_coroutine_that_a_callback_returns_is_closed() -> None:
+    """It will never be awaited, and nobody is to be warned of that later."""
+
+    async def later() -> str:
+        return RECEIPT
+
+    made = later()
+    with pytest.raises(InvalidInput):
+        complete_atomically(owned(), lambda _: made)  # type: ignore[arg-type,return-value]
+    assert inspect.getcoroutinestate(made) == inspect.CORO_CLOSED
 
 
 # --- claims by hand ---------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from django.db import connection
 
 from durable_jobs import store
+from durable_jobs.jsontext import sha256
 from durable_jobs.models import Job, Scope, uuid7
 from durable_jobs.store import NewJob
 from tests.store.rows import (
@@ -57,6 +59,62 @@ def test_what_is_started_runs_at_once() -> None:
     assert set(store.insert_many(both[1:])) == {both[1].id}
     probe = probe_for(new.id)
     assert {one.job.id for one in store.claim_next("w", 2, [probe])} == {one.id for one in both}
+
+
+def test_what_was_orphaned_is_due_for_whoever_does_not_say_otherwise() -> None:
+    job_id = make("pending")
+    probe = probe_for(job_id)
+    assert image(job_id)["redrives_since_commit"] == 1
+    assert (store.is_due([probe]), store.is_due([probe], suspects=False), store.is_due([])) == (
+        True,
+        False,
+        False,
+    )
+    assert store.claim_next("w", 1, [probe], suspects=False) == []
+    assert is_claimed(job_id)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_who_has_no_hand_free_claims_nothing(limit: int) -> None:
+    job_id = make("pending")
+    assert store.claim_next("w", limit, [probe_for(job_id)]) == []
+    assert store.claim_next("w", 1, []) == []
+    assert image(job_id)["status"] == "pending"
+
+
+def test_many_are_inserted_in_the_order_of_scope_kind_and_keys() -> None:
+    """Two statements that take the same keys in opposite order would wait for each other."""
+    places = [
+        NewJob(
+            uuid7(), kind, "pending", tenant, organization, "q", "1", None, idempotency_key=key, lock_key=lock
+        )
+        for tenant in ("b", "a")
+        for organization in ("y", "x", None)
+        for kind in ("n", "m")
+        for key, lock in (("2", "2"), (None, "1"), ("1", None), (None, "3"))
+    ]
+    places = [
+        replace(new, lock_key=new.lock_key and f"{new.kind}{new.lock_key}", input_sha256=sha256("1"))
+        for new in places
+    ]
+    assert len(store.insert_many(places)) == len(places)
+    # On PostgreSQL the clock is read for each row; two of one moment tell nothing.
+    when = "rowid" if connection.vendor == "sqlite" else "created_at"
+    inserted = execute(
+        f"SELECT {when}, tenant_id, coalesce(organization_id, ''), kind, coalesce(idempotency_key, ''), "
+        "coalesce(lock_key, '') FROM durable_jobs_job"
+    )
+    keys = [key for _, *key in sorted(inserted)]
+    assert keys == sorted(keys)
+
+
+def test_a_key_is_given_to_a_job_that_has_none_only() -> None:
+    keyless, keyed = make("pending", idempotency_key=None), make("pending", idempotency_key="old")
+    assert store.set_idempotency_key(keyless, "new") is True
+    assert store.set_idempotency_key(keyless, "newer") is False
+    assert store.set_idempotency_key(keyed, "new") is False
+    assert store.set_idempotency_key(make("pending", idempotency_key=None), "new") is False
+    assert (image(keyless)["idempotency_key"], image(keyed)["idempotency_key"]) == ("new", "old")
 
 
 # --- a claim of limited work ----------------------------------------------------------------------------
@@ -177,7 +235,30 @@ def test_a_counter_that_cannot_grow_lets_nobody_own_the_job_by_hand(full: dict[s
     assert (image(ended)["status"], image(expired)["lease_owner"]) == ("failed", ME)
 
 
+def test_counters_may_grow_up_to_their_end() -> None:
+    last = {"lease_epoch": 2**63 - 2, "attempts": 2**31 - 2}
+    claimed = store.retry_claim(make("failed", **last), 2**63 - 2, "w", 30)
+    assert isinstance(claimed, Job)
+    assert (claimed.lease_epoch, claimed.attempts) == (2**63 - 1, 2**31 - 1)
+
+
 # --- what screens and commands ask ------------------------------------------------------------------------
+
+
+def test_due_begun_and_waiting_for_a_retry_is_unfinished_and_scheduled_is_not() -> None:
+    make("held"), make("completed"), make("failed")
+    scheduled = image(make(State("pending", later=True), attempts=0, lease_epoch=0))
+    kinds = ["tests.work"]
+    assert not store.unfinished(None, kinds)
+    for state in (State("pending"), State("running"), State("expired"), State("retry", later=True)):
+        job_id = make(state)
+        queue = image(job_id)["queue_name"]
+        assert store.unfinished(None, kinds) and store.unfinished([queue, "z"], kinds), state
+        assert not store.unfinished([scheduled["queue_name"]], kinds), state
+        assert not store.unfinished(None, ["tests.other"]) and not store.unfinished([queue], []), state
+        execute("DELETE FROM durable_jobs_job WHERE id = %s", job_id)
+    make("running", queue_name="manual")
+    assert not store.unfinished(None, kinds)
 
 
 def test_only_leases_that_hold_count_as_leased() -> None:
