@@ -18,6 +18,7 @@ from django.db import OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from durable_jobs import database
+from durable_jobs.database import busy_timeout, set_busy_timeout
 from durable_jobs.exceptions import DeadlineExceeded, LockPolicyConflict, TransactionOwned
 from durable_jobs.logs import tell
 
@@ -231,20 +232,20 @@ def _on_sqlite(bounded: Bounded, using: str, snapshot: bool) -> Iterator[None]:
     connection: Any = bounded.connection
     connection.ensure_connection()
     raw = connection.connection
-    before = _busy_timeout(raw)
+    before = busy_timeout(raw)
     left = bounded.deadline - time.monotonic()
     committed, ours = False, [before]
 
     def narrow() -> None:
         ours.append(math.floor(max(0.0, min(ours[-1], (bounded.deadline - time.monotonic()) * 1000))))
-        _set_busy_timeout(raw, ours[-1])
+        set_busy_timeout(raw, ours[-1])
 
     try:
         with _reading(connection, using) if snapshot else _writing(using, bounded.what, before, left):
             narrow()
             yield
-            if _busy_timeout(raw) != ours[-1]:
-                raise LockPolicyConflict(ours[-1], _busy_timeout(raw))
+            if busy_timeout(raw) != ours[-1]:
+                raise LockPolicyConflict(ours[-1], busy_timeout(raw))
             narrow()  # without a write-ahead log a COMMIT waits for those who read
             bounded.require_commit()
         committed = True
@@ -278,22 +279,14 @@ def _reading(connection: Any, using: str) -> Iterator[None]:
     block.__exit__(None, None, None)
 
 
-def _busy_timeout(raw: Any) -> int:
-    return int(raw.execute("PRAGMA busy_timeout").fetchone()[0])
-
-
-def _set_busy_timeout(raw: Any, milliseconds: int) -> None:
-    raw.execute(f"PRAGMA busy_timeout = {milliseconds}")
-
-
 def _restore(raw: Any, ours: list[int], bounded: Bounded, failure: BaseException | None) -> None:
     """Put the earlier policy, the first of `ours`, back if one of ours still stands.
 
     A failure to do so undoes nothing that was committed.
     """
     try:
-        if _busy_timeout(raw) in ours:
-            _set_busy_timeout(raw, ours[0])
+        if busy_timeout(raw) in ours:
+            set_busy_timeout(raw, ours[0])
     except Exception as error:
         sentence = f"the connection's lock policy could not be put back: {error}"
         if failure is None:

@@ -283,26 +283,22 @@ def _begin_immediate(connection: Any, using: str, deadline: float, urgent: bool)
 
 def _begin_on(connection: Any, using: str, deadline: float, urgent: bool) -> OwnAtomic:
     connection.ensure_connection()
-    raw = connection.connection
-    (patience,) = raw.execute("PRAGMA busy_timeout").fetchone()
     mode, connection.transaction_mode = connection.transaction_mode, "IMMEDIATE"
-    raw.execute("PRAGMA busy_timeout = 0")
     try:
-        while True:
-            block = OwnAtomic(using, savepoint=True, durable=False)
-            try:
-                block.__enter__()
-                return block
-            except OperationalError as error:
-                if not is_locked(error) or _reads_an_old_snapshot(connection, error):
-                    raise
-                if time.monotonic() >= deadline:
-                    raise FileLocked(*error.args) from error.__cause__
-            time.sleep(URGENT_RETRY_SECONDS if urgent else BEGIN_RETRY_SECONDS)
+        with _without_busy_handler(connection):
+            while True:
+                block = OwnAtomic(using, savepoint=True, durable=False)
+                try:
+                    block.__enter__()
+                    return block
+                except OperationalError as error:
+                    if not is_locked(error) or _reads_an_old_snapshot(connection, error):
+                        raise
+                    if time.monotonic() >= deadline:
+                        raise FileLocked(*error.args) from error.__cause__
+                time.sleep(URGENT_RETRY_SECONDS if urgent else BEGIN_RETRY_SECONDS)
     finally:
         connection.transaction_mode = mode
-        if connection.connection is raw:
-            raw.execute(f"PRAGMA busy_timeout = {int(patience)}")
 
 
 def wait_for_file(connection: Any, write: Callable[[], Answer]) -> Answer:
@@ -312,14 +308,12 @@ def wait_for_file(connection: Any, write: Callable[[], Answer]) -> Answer:
     its garbage collector may come upon a cursor of this connection. Then each would wait for the other until the
     timeout is over, and everybody else with them.
     """
-    raw = connection.connection
-    (patience,) = raw.execute("PRAGMA busy_timeout").fetchone()
+    patience = busy_timeout(connection.connection)
     if not patience:
         # Whoever has set this waits by himself.
         return write()
     deadline = time.monotonic() + patience / 1000
-    raw.execute("PRAGMA busy_timeout = 0")
-    try:
+    with _without_busy_handler(connection):
         while True:
             try:
                 return write()
@@ -328,9 +322,27 @@ def wait_for_file(connection: Any, write: Callable[[], Answer]) -> Answer:
                 if in_vain or not is_locked(error):
                     raise
             time.sleep(BEGIN_RETRY_SECONDS)
+
+
+@contextmanager
+def _without_busy_handler(connection: Any) -> Iterator[None]:
+    raw = connection.connection
+    patience = busy_timeout(raw)
+    set_busy_timeout(raw, 0)
+    try:
+        yield
     finally:
         if connection.connection is raw:
-            raw.execute(f"PRAGMA busy_timeout = {int(patience)}")
+            set_busy_timeout(raw, patience)
+
+
+def busy_timeout(raw: Any) -> int:
+    """For how many milliseconds SQLite's own handler waits for the file on this connection of the driver's."""
+    return int(raw.execute("PRAGMA busy_timeout").fetchone()[0])
+
+
+def set_busy_timeout(raw: Any, milliseconds: int) -> None:
+    raw.execute(f"PRAGMA busy_timeout = {milliseconds}")
 
 
 def _reads_an_old_snapshot(connection: Any, error: BaseException) -> bool:

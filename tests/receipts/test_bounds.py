@@ -332,7 +332,7 @@ def test_a_callback_after_the_commit_that_fails_undoes_nothing(verb: str) -> Non
 @pytest.mark.sqlite_only
 def test_a_failure_after_the_commit_undoes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A86, A54: it is kept with the job; with a failed write both are told."""
-    real = bounded._set_busy_timeout
+    real = bounded.set_busy_timeout
     calls: list[int] = []
 
     def failing(raw: Any, milliseconds: int) -> None:
@@ -341,7 +341,7 @@ def test_a_failure_after_the_commit_undoes_nothing(monkeypatch: pytest.MonkeyPat
             raise RuntimeError("no pragma today")
         real(raw, milliseconds)
 
-    monkeypatch.setattr(bounded, "_set_busy_timeout", failing)
+    monkeypatch.setattr(bounded, "set_busy_timeout", failing)
     ctx = owned()
     assert complete_atomically(ctx, lambda _: ship()) == RECEIPT
     job = job_of(ctx)

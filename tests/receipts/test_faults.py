@@ -126,7 +126,7 @@ def steps(number: int, after: bool, act: Callable[[], None]) -> Iterator[Steps]:
     """Around the call of a verb. Number 0 counts only."""
     counted = Steps(number, after, act)
     patch = pytest.MonkeyPatch()
-    for name in ("_ask", "_set_busy_timeout", "_busy_timeout"):
+    for name in ("_ask", "set_busy_timeout", "busy_timeout"):
         real = getattr(bounded, name)
         patch.setattr(bounded, name, lambda *given, real=real: counted.step(lambda: real(*given)))
     commit = connection._commit  # type: ignore[attr-defined]
