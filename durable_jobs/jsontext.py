@@ -20,7 +20,7 @@ from django.utils.datastructures import MultiValueDict
 from durable_jobs.conf import NAME, Config
 from durable_jobs.exceptions import InvalidInput, clean
 
-__all__ = ["DEEPEST", "clean", "decode", "encode", "sha256", "verify"]
+__all__ = ["DEEPEST", "clean", "encode", "sha256", "verify"]
 
 DEEPEST: Final = 200
 """How many objects and arrays may be nested."""
@@ -69,11 +69,6 @@ def verify(text: Any, *, field: str, limit: int) -> Any:
         raise InvalidInput(field, text, f"is no JSON: {error}", "Give a text of JSON.") from None
     _check(value, field, limit)
     return value
-
-
-def decode(text: str) -> Any:
-    """Give the value of a JSON text. Raises ValueError where it is no JSON."""
-    return json.loads(text)
 
 
 def sha256(text: str) -> str:

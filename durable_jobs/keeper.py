@@ -217,15 +217,6 @@ class Keeper:
         with self._guard:
             return [hold for hold in self._holds.values() if hold.overdue]
 
-    @property
-    def healthy(self) -> bool:
-        """Whether the thread runs and no lease has gone unrenewed for its whole length."""
-        if self._thread is None or not self._thread.is_alive():
-            return False
-        with self._guard:
-            shortest = min((hold.lease.ttl for hold in self._holds.values()), default=math.inf)
-        return time.monotonic() - self.last_beat < max(shortest, 2 * LONGEST_INTERVAL)
-
     # --- the thread
 
     def _run(self) -> None:

@@ -15,7 +15,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import OperationalError, transaction
 
-from durable_jobs import reconciler, service, store, transports
+from durable_jobs import reconciler, runner, service, store, transports
 from durable_jobs.consumer import Consumer
 from durable_jobs.exceptions import NoFurtherAttempts
 from durable_jobs.kinds import Done, Yield
@@ -534,6 +534,68 @@ class TestConsumer:
         monkeypatch.setattr(store, "claim", away)
         in_a_thread(lambda: consumer.handle(Delivery.of(job)))
         assert row(job).status == "completed" and len(asked) == 3
+
+    def test_a_drain_gives_an_outages_delivery_back_to_the_broker(
+        self, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """C061: the process ends before the database is back."""
+        job, raised = waiting(), []
+
+        def away(*names: Any, **options: Any) -> Any:
+            consumer.draining.set()
+            raise OperationalError("server closed the connection unexpectedly")
+
+        def handle() -> None:
+            try:
+                consumer.handle(Delivery.of(job))
+            except OperationalError as error:
+                raised.append(error)
+
+        monkeypatch.setattr(store, "claim", away)
+        in_a_thread(handle)
+        assert len(raised) == 1 and row(job).status == "pending"
+
+    def test_a_slice_that_breaks_is_left_to_the_reconciler(
+        self, consumer: Consumer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Nothing renews its lease any more, so that it has an end; the process goes on."""
+        broken, sound = start(kind := made()), start(kind)
+        run_slice = runner.run_slice
+
+        def break_once(job: Job, **options: Any) -> Any:
+            if job.id == broken.id:
+                raise RuntimeError("made for a test")
+            return run_slice(job, **options)
+
+        monkeypatch.setattr(runner, "run_slice", break_once)
+        for job in (broken, sound):
+            in_a_thread(lambda job=job: consumer.handle(Delivery.of(job)))
+        assert (row(broken).status, row(broken).lease_owner) == ("running", consumer.owner)
+        assert row(sound).status == "completed"
+        assert "slice_broke" in [record.event for record in caplog.records]
+
+    def test_without_a_beginning_it_runs_in_the_callers_thread(
+        self, memory: MemoryTransport, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """For eager modes: nobody keeps a lease, and what goes wrong is the caller's."""
+        alone, ran = Consumer(memory), []
+
+        def step(ctx: Any) -> Done:
+            ran.append(threading.current_thread())
+            return Done()
+
+        job, other = start(kind := made(step)), start(kind)
+        alone.handle(Delivery.of(job))
+        assert row(job).status == "completed" and ran == [threading.current_thread()]
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "run_slice", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                alone.handle(Delivery.of(other))
+        third = start(kind)
+        memory.flush()
+        alone.close()
+        alone.handle(Delivery.of(third))
+        assert row(third).status == "pending" and memory.waiting == 1
 
     def test_it_is_on_the_operators_screen_until_it_ends(self, consumer: Consumer) -> None:
         wait_until(lambda: WorkerProcess.objects.filter(owner=consumer.owner).exists(), 10, "not there")
