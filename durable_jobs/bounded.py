@@ -234,7 +234,7 @@ def _on_sqlite(bounded: Bounded, using: str, snapshot: bool) -> Iterator[None]:
     raw = connection.connection
     before = busy_timeout(raw)
     left = bounded.deadline - time.monotonic()
-    committed, ours = False, [before]
+    ours = [before]
 
     def narrow() -> None:
         ours.append(math.floor(max(0.0, min(ours[-1], (bounded.deadline - time.monotonic()) * 1000))))
@@ -248,12 +248,10 @@ def _on_sqlite(bounded: Bounded, using: str, snapshot: bool) -> Iterator[None]:
                 raise LockPolicyConflict(ours[-1], busy_timeout(raw))
             narrow()  # without a write-ahead log a COMMIT waits for those who read
             bounded.require_commit()
-        committed = True
     except BaseException as error:
         _restore(raw, ours, bounded, error)
         raise
-    if committed:
-        _restore(raw, ours, bounded, None)
+    _restore(raw, ours, bounded, None)
 
 
 @contextmanager

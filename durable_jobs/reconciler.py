@@ -90,7 +90,8 @@ class Cancel:
     """Somebody asked for its end, and nobody is left to obey."""
 
 
-Decision = Leave | Redrive | Park | Cancel
+Repair = Redrive | Park | Cancel
+Decision = Leave | Repair
 
 
 @dataclass
@@ -359,11 +360,11 @@ class Reconciler:
         return this.began - seen.seen_at >= config.GRACE
 
     def _act(
-        self, this: Pass, orphan: Orphan, kind: Kind | None, decision: Decision, *, dead: bool
+        self, this: Pass, orphan: Orphan, kind: Kind | None, repair: Repair, *, dead: bool
     ) -> Job | None:
         """The job as the repair left it; None when a condition no longer held, or somebody holds the row."""
         grace, actor = config.GRACE, self._actor
-        match decision:
+        match repair:
             case Cancel():
                 job = lifecycle.cancel_orphan(kind, orphan, grace=grace, dead=dead, actor=actor)
                 this.report.cancelled += job is not None
@@ -379,8 +380,6 @@ class Reconciler:
                 this.report.redriven += job is not None
                 if job is not None:
                     self._publish(this, job)
-            case Leave():
-                job = None
         return job
 
     def _redrive(self, orphan: Orphan, delay: float, *, dead: bool, counted: bool) -> Job | None:

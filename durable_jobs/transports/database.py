@@ -124,8 +124,7 @@ class _Trailer:
         self._sent: dict[Pair, float] = {}
         self._waiting: set[Pair] = set()
         self._thread: threading.Thread | None = None
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._forget)
 
     def is_first(self, pair: Pair, window: float) -> bool:
         """Whether this one is to be sent now; it begins a window."""
