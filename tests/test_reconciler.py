@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from django.db import InterfaceError, OperationalError, connection, connections, transaction
+from django.db import InterfaceError, OperationalError, ProgrammingError, connection, connections, transaction
 from django.test import override_settings
 
 from durable_jobs import kinds, lifecycle, reconciler, service, signals, store
@@ -929,6 +929,37 @@ def test_a_row_whose_hook_keeps_failing_is_tried_less_and_less_often(
         clock.skip(GRACE + 1)
         mender.tick()
     assert now(job).status == "failed"
+
+
+def test_a_cancel_whose_hook_fails_is_not_tried_with_every_pass(mender: Reconciler, clock: Clock) -> None:
+    job = make_job(kind=Parked)
+    store.request_cancel(job.id, scope=None)
+    Hooked.failing = {job.id}
+    for _ in range(4):
+        mender.tick()
+        clock.skip(GRACE + 1)
+    assert now(job).mirror_attempts == 3  # at 0, 21 and 63 s: the third waits 30 s
+    Hooked.failing = set()
+    clock.skip(60)
+    assert mender.tick().cancelled == 1
+
+
+def test_an_error_of_the_database_that_is_no_outage_ends_the_pass_and_not_the_reconciler(
+    mender: Reconciler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B118: a table that a migration has taken away, for example."""
+    job = make_job(kind=Parked)
+    store.request_cancel(job.id, scope=None)
+    with monkeypatch.context() as patch:
+
+        def missing(*_: Any, **__: Any) -> Any:
+            raise ProgrammingError("no such column")
+
+        patch.setattr(store, "cancelling", missing)
+        assert mender.tick().errors == 1
+    (told,) = logged(caplog, "reconcile_pass_failed")
+    assert told.exc_info
+    assert mender.tick().cancelled == 1
 
 
 def test_an_error_of_the_kind_itself_is_counted(mender: Reconciler, clock: Clock) -> None:

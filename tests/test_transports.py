@@ -344,6 +344,16 @@ class TestAnnouncing:
         assert mender.tick(batch=2).announced == 7
         assert {one.id for one in told} == {job.id for job in jobs}
 
+    def test_a_pass_announces_no_more_than_so_many_of_one_route(
+        self, mender: Reconciler, told: list[Job], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(reconciler, "MOST_ANNOUNCED", 4)
+        made()
+        for job in [make_job() for _ in range(7)]:
+            age(job, next_run_at=1_000, updated_at=1_000)
+        assert [mender.tick(batch=2).announced for _ in range(3)] == [4, 3, 0]
+        assert len({one.id for one in told}) == 7
+
     def test_a_locked_row_waits_for_the_next_pass(
         self, mender: Reconciler, told: list[Job], second_connection: OtherConnection
     ) -> None:
