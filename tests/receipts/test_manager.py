@@ -190,6 +190,17 @@ def test_an_earlier_job_that_cannot_be_read_is_a_lost_lease(
         manager.start_job(KIND, lambda ctx: None, SUBMISSION)
 
 
+def test_what_cannot_be_called_starts_nothing(managers: Any) -> None:
+    """A27."""
+    manager = managers()
+    held = manager.defer_job(KIND, SUBMISSION)
+    with pytest.raises(InvalidInput, match="executor"):
+        manager.start_job(KIND, "work")
+    with pytest.raises(InvalidInput, match="executor"):
+        manager.resume_job(held, None)
+    assert [job.status for job in manager.list_jobs()] == ["held"]
+
+
 def test_no_more_than_max_jobs(managers: Any) -> None:
     """A98, A62, A63: across managers of the scope; workers' jobs have limits of their own."""
     make_job("running", scope=HOME)
