@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from benchmarks import floor, harness
-from benchmarks.harness import Contestant
+from benchmarks.floor import HOOKED, MIRRORED
+from benchmarks.harness import Contestant, Goal
 
 JOBS = 20_000
 INPUT = '{"path":"a/b","rows":[1,2,3]}'
 
 
-def fill(jobs: int, *, kind: str = "bench.noop", queue: str = "bench", status: str = "pending") -> None:
+def fill(jobs: int, *, kind: str = "bench.noop", queue: str = "bench") -> None:
     """Exactly these rows, and their things, as inserts of the package would have left them."""
     from django.db import connection
 
@@ -26,14 +28,7 @@ def fill(jobs: int, *, kind: str = "bench.noop", queue: str = "bench", status: s
             cursor.execute(
                 "TRUNCATE durable_jobs_job, durable_jobs_event, durable_jobs_worker, benchmarks_thing"
             )
-            cursor.execute(
-                """INSERT INTO durable_jobs_job (id, kind, status, tenant_id, queue_name, input, input_sha256,
-                    subject_type, subject_id, created_at, updated_at, next_run_at, pending_since)
-                SELECT u, %s, 'pending', 'default', %s, %s, %s, 'benchmarks.thing', u::text,
-                    clock_timestamp(), clock_timestamp(), clock_timestamp(), clock_timestamp()
-                FROM (SELECT gen_random_uuid() u FROM generate_series(1, %s)) s""",
-                [kind, queue, *rest, jobs],
-            )
+            insert(cursor, jobs, kind, queue)
             cursor.execute("INSERT INTO benchmarks_thing SELECT id, 'open', 0 FROM durable_jobs_job")
             cursor.execute("VACUUM ANALYZE durable_jobs_job")
             cursor.execute("CHECKPOINT")
@@ -55,20 +50,40 @@ def fill(jobs: int, *, kind: str = "bench.noop", queue: str = "bench", status: s
         cursor.fetchall()
 
 
-def durable(*, concurrency: int, processes: int = 1, kind: str = "bench.noop") -> dict[str, Any]:
-    """A worker until it is idle; the database's own times say how long it took."""
-    from django.db import connection
+def insert(cursor: Any, jobs: int, kind: str = "bench.noop", queue: str = "bench") -> None:
+    """So many more that are due now (PostgreSQL)."""
+    from durable_jobs.jsontext import sha256
 
-    from durable_jobs.models import Job
+    cursor.execute(
+        """INSERT INTO durable_jobs_job (id, kind, status, tenant_id, queue_name, input, input_sha256,
+            subject_type, subject_id, created_at, updated_at, next_run_at, pending_since)
+        SELECT u, %s, 'pending', 'default', %s, %s, %s, 'benchmarks.thing', u::text,
+            clock_timestamp(), clock_timestamp(), clock_timestamp(), clock_timestamp()
+        FROM (SELECT gen_random_uuid() u FROM generate_series(1, %s)) s""",
+        [kind, queue, INPUT, sha256(INPUT), jobs],
+    )
+
+
+def durable(*, concurrency: int, processes: int = 1, kind: str = "bench.noop") -> dict[str, Any]:
+    """Workers until they are idle; the database's own times say how long it took."""
+    busy = harness.Busy()
+    if processes == 1:
+        used = [worker(concurrency=concurrency)]
+    else:
+        used = harness.crowd("benchmarks.drain", "worker", {"concurrency": concurrency}, processes)
+    share = busy.share()
+    told = rate()
+    return {**told, "cpu_us_per_job": sum(used) / told["jobs"] * 1e6, "busy": share}
+
+
+def worker(*, concurrency: int) -> float:
+    """The seconds of the processor that a worker takes until it is idle."""
     from durable_jobs.worker import Worker
 
-    Job.objects.filter(kind=kind).exists()
-    connection.close()
     processor = time.process_time()
     code = Worker(queues=["bench"], concurrency=concurrency, until_idle=True).run()
-    used = time.process_time() - processor
     assert code == 0, code
-    return {**rate(), "cpu_us_per_job": used / rate()["jobs"] * 1e6}
+    return time.process_time() - processor
 
 
 def rate() -> dict[str, Any]:
@@ -89,12 +104,16 @@ def contestants(vendor: str) -> list[Contestant]:
     if vendor == "sqlite":
         return [
             Contestant("floor: claim 1, complete 1", "lite", {"batch": 1, "end": "one"}),
+            Contestant("floor: complete + claim in one", "lite", {"batch": 1, "end": "many"}),
             Contestant("floor: claim 50, complete one by one", "lite", {"batch": 50, "end": "one"}),
-            Contestant("floor: one writer, batches of 50", "lite", {"batch": 50, "end": "many"}),
+            Contestant("floor: one thread, batches of 50", "lite", {"batch": 50, "end": "many"}),
+            Contestant("floor: 8 threads, one writer, batches of 50", "lite_with_writer", {"threads": 8}),
             Contestant("durable_jobs, concurrency 1", "durable", {"concurrency": 1},
-                       floor="floor: claim 50, complete one by one"),
+                       floor="floor: claim 50, complete one by one", goal=Goal(least=0.7)),
             Contestant("durable_jobs, concurrency 8", "durable", {"concurrency": 8},
-                       floor="floor: one writer, batches of 50"),
+                       floor="floor: 8 threads, one writer, batches of 50", goal=Goal(least=8000, absolute=True)),
+            Contestant("durable_jobs, 2 processes of 8", "durable", {"concurrency": 8, "processes": 2},
+                       floor="durable_jobs, concurrency 8"),
         ]  # fmt: skip
     return [
         Contestant("floor: claim 1, complete 1", "bare", {"threads": 1, "batch": 1, "end": "one"}),
@@ -102,24 +121,42 @@ def contestants(vendor: str) -> list[Contestant]:
         Contestant("floor: claim 50, complete one by one", "bare", {"threads": 1, "batch": 50, "end": "one"}),
         Contestant("floor: 8 threads, complete one by one", "bare", {"threads": 8, "batch": 50, "end": "one"}),
         Contestant("floor: 8 threads, completions batched", "bare", {"threads": 8, "batch": 50, "end": "many"}),
-        Contestant("durable_jobs, concurrency 1", "durable", {"concurrency": 1},
-                   floor="floor: claim 50, complete one by one"),
-        Contestant("durable_jobs, concurrency 8", "durable", {"concurrency": 8},
+        Contestant("floor: 2 processes of 8 threads, batched", "bare_crowd",
+                   {"processes": 2, "threads": 8, "batch": 50, "end": "many"},
                    floor="floor: 8 threads, completions batched"),
+        Contestant("durable_jobs, concurrency 1", "durable", {"concurrency": 1},
+                   floor="floor: claim 50, complete one by one", goal=Goal(least=0.8)),
+        Contestant("durable_jobs, concurrency 8", "durable", {"concurrency": 8},
+                   floor="floor: 8 threads, completions batched", goal=Goal(least=0.5)),
+        Contestant("durable_jobs, 2 processes of 8", "durable", {"concurrency": 8, "processes": 2},
+                   floor="durable_jobs, concurrency 8"),
+    ]  # fmt: skip
+
+
+def hooked(vendor: str) -> list[Contestant]:
+    """Kinds with a hook: the project's row changes in the transaction of the end."""
+    bare, extra = ("lite", {}) if vendor == "sqlite" else ("bare", {"threads": 8})
+    goal = None if vendor == "sqlite" else Goal(least=0.6)
+    return [
+        Contestant("floor: hooks, one transaction each", bare, {**extra, "batch": 50, "end": "hooked"}),
+        Contestant("durable_jobs, hooks, concurrency 1", "durable",
+                   {"concurrency": 1, "kind": HOOKED}, floor="floor: hooks, one transaction each"),
+        Contestant("durable_jobs, hooks, concurrency 8", "durable",
+                   {"concurrency": 8, "kind": HOOKED}, floor="floor: hooks, one transaction each", goal=goal),
     ]  # fmt: skip
 
 
 def mirrored(vendor: str) -> list[Contestant]:
-    """Kinds with a hook: the project's row changes in the transaction of the end."""
-    bare, extra = ("lite", {}) if vendor == "sqlite" else ("bare", {"threads": 8})
+    """The same by a `StatusMirror`."""
     return [
-        Contestant("floor: hooks, one transaction each", bare, {**extra, "batch": 50, "end": "mirrored"}),
-        Contestant("durable_jobs, hooks, concurrency 8", "durable",
-                   {"concurrency": 8, "kind": "bench.mirrored"}, floor="floor: hooks, one transaction each"),
+        replace(one, name=one.name.replace("hooks", "mirror"), floor=one.floor and one.floor.replace("hooks", "mirror"),
+                arguments={**one.arguments, **({"end": "mirrored"} if one.floor is None else {"kind": MIRRORED})})
+        for one in hooked(vendor)
     ]  # fmt: skip
 
 
-bare, bare_in_one, lite = floor.postgresql, floor.postgresql_in_one, floor.sqlite
+bare, bare_in_one, bare_crowd = floor.postgresql, floor.postgresql_in_one, floor.postgresql_crowd
+lite, lite_with_writer = floor.sqlite, floor.sqlite_with_writer
 
 
 def main() -> int:
@@ -134,17 +171,30 @@ def main() -> int:
         vendor = connection.vendor
         for title, those, kind in (
             ("no-op jobs a second", contestants(vendor), "bench.noop"),
-            ("no-op jobs with a hook, a second", mirrored(vendor), "bench.mirrored"),
+            ("no-op jobs with on_transition, a second", hooked(vendor), HOOKED),
+            ("no-op jobs with a StatusMirror, a second", mirrored(vendor), MIRRORED),
         ):
             some = harness.chosen(those, options.only)
             if some:
                 prepare = partial(fill, options.jobs, kind=kind)
-                results.append(
-                    harness.compare(title, "benchmarks.drain", some, rounds=options.rounds, prepare=prepare)
+                result = harness.compare(
+                    title, "benchmarks.drain", some, rounds=options.rounds, prepare=prepare
                 )
+                results.append(result)
+                saturation(vendor, result)
         if not options.only:
             harness.keep("drain", results)
     return 0
+
+
+def saturation(vendor: str, result: dict[str, Any]) -> None:
+    """Two processes are to bring 1.6 times one, unless one already leaves no processor."""
+    two = result["contestants"].get("durable_jobs, 2 processes of 8")
+    if vendor == "sqlite" or two is None:
+        return
+    busy = harness.median_of(result, "durable_jobs, 2 processes of 8", "busy")
+    what = f"2 processes × one, or the machine saturated (its processors are {busy:.0%} busy)"
+    harness.judge(result, what, 1.6 if busy >= 0.95 else two["ratio"], Goal(least=1.6))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ of them), fenced by owner and epoch, and fetch what a step needs. Nothing renews
 
 from __future__ import annotations
 
+import queue
 import sqlite3
 import threading
 import time
@@ -13,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 OWNER = "floor"
-KIND, MIRRORED = "bench.noop", "bench.mirrored"
+KIND, MIRRORED, HOOKED = "bench.noop", "bench.mirrored", "bench.hooked"
+KIND_OF = {"mirrored": MIRRORED, "hooked": HOOKED}
 
 TAKE = """status = 'running', lease_owner = 'floor', lease_epoch = lease_epoch + 1, attempts = attempts + 1,
     heartbeat_at = {now}, claimed_at = {now}, lease_expires_at = {later}, processed_at_claim = processed_count,
@@ -75,10 +77,10 @@ def connect(autocommit: bool = True) -> Any:
 
 
 def postgresql(*, threads: int, batch: int, end: str) -> dict[str, float]:
-    """Drain with `threads`, each claiming `batch` at a time and ending them `one`, `many` or `mirrored`."""
+    """Drain with `threads`, each claiming `batch` at a time and ending them `one`, `many` or with a hook."""
 
     def drain(connection: Any, done: list[int]) -> None:
-        claim = pg_claim(batch, MIRRORED if end == "mirrored" else KIND)
+        claim = pg_claim(batch, KIND_OF.get(end, KIND))
         while True:
             claimed = connection.execute(claim).fetchall()
             if not claimed:
@@ -86,7 +88,7 @@ def postgresql(*, threads: int, batch: int, end: str) -> dict[str, float]:
             if end == "many":
                 ids, epochs = [row[0] for row in claimed], [row[2] for row in claimed]
                 assert len(connection.execute(PG_COMPLETE_MANY, [ids, epochs]).fetchall()) == len(claimed)
-            elif end == "mirrored":
+            elif end in KIND_OF:
                 for row in claimed:
                     with connection.transaction():
                         assert connection.execute(PG_COMPLETE, [row[0], row[2]]).fetchall()
@@ -97,6 +99,17 @@ def postgresql(*, threads: int, batch: int, end: str) -> dict[str, float]:
             done.append(len(claimed))
 
     return timed(drain, connect, threads)
+
+
+def postgresql_crowd(*, processes: int, **arguments: Any) -> dict[str, Any]:
+    """The same in several processes."""
+    from benchmarks import harness
+
+    busy = harness.Busy()
+    parts = harness.crowd("benchmarks.floor", "postgresql", arguments, processes)
+    jobs, took = sum(part["jobs"] for part in parts), max(part["took"] for part in parts)
+    used = sum(part["cpu_us_per_job"] * part["jobs"] for part in parts) / jobs
+    return {"value": jobs / took, "jobs": jobs, "cpu_us_per_job": used, "busy": busy.share()}
 
 
 def postgresql_in_one(*, batch: int = 1) -> dict[str, float]:
@@ -128,10 +141,11 @@ def lite_connect() -> Any:
 
 
 def sqlite(*, batch: int, end: str) -> dict[str, float]:
-    """One thread: claim `batch`, end them `one` by one, or `many` in the transaction of the next claim."""
+    """One thread: claim `batch`, end them `one` by one, `many` in the transaction of the next claim,
+    or with a hook."""
 
     def drain(connection: Any, done: list[int]) -> None:
-        claim, held = lite_claim(batch, MIRRORED if end == "mirrored" else KIND), []
+        claim, held = lite_claim(batch, KIND_OF.get(end, KIND)), []
         while True:
             if end == "many":
                 connection.execute("BEGIN IMMEDIATE")
@@ -146,7 +160,7 @@ def sqlite(*, batch: int, end: str) -> dict[str, float]:
             if end == "one":
                 for row in held:
                     assert connection.execute(LITE_COMPLETE, [row[0], row[2]]).fetchall()
-            elif end == "mirrored":
+            elif end in KIND_OF:
                 for row in held:
                     connection.execute("BEGIN IMMEDIATE")
                     assert connection.execute(LITE_COMPLETE, [row[0], row[2]]).fetchall()
@@ -154,6 +168,48 @@ def sqlite(*, batch: int, end: str) -> dict[str, float]:
                     connection.execute("COMMIT")
 
     return timed(drain, lite_connect, 1)
+
+
+def sqlite_with_writer(*, threads: int, batch: int = 50) -> dict[str, Any]:
+    """`threads` take jobs in hand; one more writes: the ends of what they are done with, and the next claim."""
+    connection = lite_connect()
+    claim = lite_claim(batch)
+    todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def work() -> None:
+        while (row := todo.get()) is not None:
+            done.put((row[0], row[2]))
+
+    def write() -> int:
+        jobs = out = 0
+        while True:
+            ends = [done.get()] if out else []
+            while len(ends) < batch and not done.empty():
+                ends.append(done.get())
+            connection.execute("BEGIN IMMEDIATE")
+            for end in ends:
+                assert connection.execute(LITE_COMPLETE, end).fetchall()
+            claimed = connection.execute(claim).fetchall() if out - len(ends) <= batch else []
+            connection.execute("COMMIT")
+            for row in claimed:
+                todo.put(row)
+            out += len(claimed) - len(ends)
+            jobs += len(ends)
+            if not out:
+                return jobs
+
+    running = [threading.Thread(target=work) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    begun, processor = time.perf_counter(), time.process_time()
+    jobs = write()
+    took, used = time.perf_counter() - begun, time.process_time() - processor
+    for _ in running:
+        todo.put(None)
+    for thread in running:
+        thread.join()
+    return {"value": jobs / took, "jobs": jobs, "took": took, "cpu_us_per_job": used / jobs * 1e6}
 
 
 def timed(drain: Callable[[Any, list[int]], None], connect: Callable[[], Any], threads: int) -> Any:
@@ -167,4 +223,4 @@ def timed(drain: Callable[[Any, list[int]], None], connect: Callable[[], Any], t
         thread.join()
     took, used = time.perf_counter() - begun, time.process_time() - processor
     jobs = sum(done)
-    return {"value": jobs / took, "jobs": jobs, "cpu_us_per_job": used / jobs * 1e6}
+    return {"value": jobs / took, "jobs": jobs, "took": took, "cpu_us_per_job": used / jobs * 1e6}

@@ -12,13 +12,14 @@ import importlib
 import json
 import os
 import platform
+import signal
 import sqlite3
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,26 @@ class Contestant:
     settings: Mapping[str, Any] = field(default_factory=dict)
     floor: str | None = None
     """The contestant that this one is compared with."""
+    goal: Goal | None = None
+    module: str | None = None
+    """Where the function is, if not in the benchmark's own module."""
+    python: str = sys.executable
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a contestant should reach: of its ratio to the floor or, with `absolute`, of its own number."""
+
+    least: float | None = None
+    most: float | None = None
+    absolute: bool = False
+
+    def is_met(self, reached: float) -> bool:
+        return (self.least is None or reached >= self.least) and (self.most is None or reached <= self.most)
+
+    def __str__(self) -> str:
+        return f"at least {self.least:,g}" if self.least is not None else f"at most {self.most:,g}"
 
 
 def setup() -> None:
@@ -66,28 +87,101 @@ def once(module: str, contestant: Contestant) -> Any:
         **process_environment(),
         "DJANGO_SETTINGS_MODULE": "benchmarks.settings",
         "BENCH_DURABLE_JOBS": json.dumps(dict(contestant.settings)),
+        **contestant.environment,
     }
-    command = [sys.executable, "-m", "benchmarks.harness", module, contestant.function]
-    done = subprocess.run(
+    command = [
+        contestant.python,
+        "-m",
+        "benchmarks.harness",
+        contestant.module or module,
+        contestant.function,
+    ]
+    measuring = subprocess.Popen(
         [*command, json.dumps(dict(contestant.arguments))],
-        env=environment, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT,
+        env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{contestant.name} ended with {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+    try:
+        told, _ = measuring.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"{contestant.name} has not ended after {TIMEOUT} s") from None
+    finally:
+        # Whatever it has started and left.
+        with suppress(ProcessLookupError):
+            os.killpg(measuring.pid, signal.SIGKILL)
+        measuring.wait()
+    if measuring.returncode:
+        raise SystemExit(f"{contestant.name} ended with {measuring.returncode}")
+    return json.loads(told.splitlines()[-1])
+
+
+def crowd(module: str, function: str, arguments: Mapping[str, Any], processes: int) -> list[Any]:
+    """The function in so many processes, which begin when all of them have been set up; their answers."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.harness",
+        module,
+        function,
+        json.dumps(dict(arguments)),
+        "wait",
+    ]
+    children = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(processes)
+    ]
+    for child in children:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    answers = []
+    for child in children:
+        said, _ = child.communicate(timeout=TIMEOUT)
+        assert child.returncode == 0, child.returncode
+        answers.append(json.loads(said.splitlines()[-1]))
+    return answers
+
+
+class Busy:
+    """How much of all cores was used, by anybody, from then to now (0 to 1; None where nobody tells)."""
+
+    def __init__(self) -> None:
+        self._then = self._times()
+
+    def share(self) -> float | None:
+        now = self._times()
+        if self._then is None or now is None:
+            return None
+        idle, all_ = (now[index] - self._then[index] for index in (0, 1))
+        return round(1 - idle / max(all_, 1), 3)
+
+    @staticmethod
+    def _times() -> tuple[int, int] | None:
+        try:
+            numbers = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        except (OSError, ValueError):
+            return None
+        return numbers[3] + numbers[4], sum(numbers)
 
 
 def compare(
     title: str, module: str, contestants: Sequence[Contestant], *, rounds: int, prepare: Callable[[], None]
 ) -> dict[str, Any]:
-    """Measure all, in turns; print medians and ratios; answer them with every single number."""
+    """Measure all, in turns; print medians, ratios and goals; answer them with every single number."""
     runs: dict[str, list[Any]] = {one.name: [] for one in contestants}
+    began = time.monotonic()
     for number in range(rounds):
         for one in contestants if number % 2 == 0 else reversed(contestants):
             prepare()
-            runs[one.name].append(once(module, one))
+            run = once(module, one)
+            runs[one.name].append(run)
+            passed = time.monotonic() - began
+            print(f"[{passed:4.0f} s] {one.name}: {_number(run):,.5g}", file=sys.stderr, flush=True)
     medians = {name: statistics.median(_number(run) for run in each) for name, each in runs.items()}
-    lines = {}
+    lines: dict[str, Any] = {}
+    goals: list[dict[str, Any]] = []
     print(f"\n{title} ({rounds} rounds, medians)")
     for one in contestants:
         ratio = medians[one.name] / medians[one.floor] if one.floor else None
@@ -97,7 +191,25 @@ def compare(
         lines[one.name] = {
             "median": medians[one.name], "runs": runs[one.name], "floor": one.floor, "ratio": ratio,
         }  # fmt: skip
-    return {"title": title, "rounds": rounds, "contestants": lines}
+    told: dict[str, Any] = {"title": title, "rounds": rounds, "contestants": lines, "goals": goals}
+    for one in contestants:
+        if one.goal is not None:
+            reached = medians[one.name] if one.goal.absolute else lines[one.name]["ratio"]
+            what = one.name if one.goal.absolute else f"{one.name}, × {one.floor}"
+            judge(told, what, reached, one.goal)
+    return told
+
+
+def judge(result: dict[str, Any], what: str, reached: float, goal: Goal) -> None:
+    """Print whether the goal is met, and keep it with the result."""
+    met = goal.is_met(reached)
+    print(f"  goal {'met   ' if met else 'MISSED'} {what}: {reached:,.3g} ({goal})", flush=True)
+    result["goals"].append({"goal": f"{what}: {goal}", "reached": reached, "met": met})
+
+
+def median_of(result: Mapping[str, Any], contestant: str, name: str) -> float:
+    """The median over the rounds of another number that a contestant told."""
+    return statistics.median(run[name] for run in result["contestants"][contestant]["runs"])
 
 
 def _number(run: Any) -> float:
@@ -121,6 +233,7 @@ def machine() -> dict[str, Any]:
     told: dict[str, Any] = {
         "measured": time.strftime("%Y-%m-%d"),
         "processor": _processor(),
+        "memory_gib": _memory(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -154,6 +267,13 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def _memory() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (OSError, ValueError):
+        return None
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--rounds", type=int, default=3)
@@ -173,5 +293,9 @@ def chosen(contestants: Sequence[Contestant], only: str) -> list[Contestant]:
 
 if __name__ == "__main__":
     setup()
-    made = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(**json.loads(sys.argv[3]))
+    function = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
+    if sys.argv[4:] == ["wait"]:
+        print("ready", flush=True)
+        sys.stdin.readline()
+    made = function(**json.loads(sys.argv[3]))
     print(json.dumps(made))

@@ -44,6 +44,19 @@ class Mirrored(Kind):
 
 
 @register
+class Hooked(Noop):
+    """The same by a hook of the kind's own."""
+
+    name = "bench.hooked"
+
+    def on_transition(self, job: Any) -> int:
+        return Thing.objects.filter(pk=job.subject_id, status="open").update(status="done")
+
+    def on_redrive(self, job: Any) -> int:
+        return Thing.objects.filter(pk=job.subject_id, status="done").update(status="open")
+
+
+@register
 class Parking(Noop):
     """The same under the policy that allows no claim ahead."""
 
