@@ -103,9 +103,9 @@ def rate() -> dict[str, Any]:
 def contestants(vendor: str) -> list[Contestant]:
     if vendor == "sqlite":
         return [
-            Contestant("floor: claim 1, complete 1", "lite", {"batch": 1, "end": "one"}),
-            Contestant("floor: complete + claim in one", "lite", {"batch": 1, "end": "many"}),
-            Contestant("floor: claim 50, complete one by one", "lite", {"batch": 50, "end": "one"}),
+            Contestant("floor: claim 1, complete 1", "lite", {"batch": 1, "end": "one"}, size=0.25),
+            Contestant("floor: complete + claim in one", "lite", {"batch": 1, "end": "many"}, size=0.4),
+            Contestant("floor: claim 50, complete one by one", "lite", {"batch": 50, "end": "one"}, size=0.4),
             Contestant("floor: one thread, batches of 50", "lite", {"batch": 50, "end": "many"}),
             Contestant("floor: 8 threads, one writer, batches of 50", "lite_with_writer", {"threads": 8}),
             Contestant("durable_jobs, concurrency 1", "durable", {"concurrency": 1},
@@ -116,10 +116,10 @@ def contestants(vendor: str) -> list[Contestant]:
                        floor="durable_jobs, concurrency 8"),
         ]  # fmt: skip
     return [
-        Contestant("floor: claim 1, complete 1", "bare", {"threads": 1, "batch": 1, "end": "one"}),
-        Contestant("floor: complete + claim in one", "bare_in_one"),
-        Contestant("floor: claim 50, complete one by one", "bare", {"threads": 1, "batch": 50, "end": "one"}),
-        Contestant("floor: 8 threads, complete one by one", "bare", {"threads": 8, "batch": 50, "end": "one"}),
+        Contestant("floor: claim 1, complete 1", "bare", {"threads": 1, "batch": 1, "end": "one"}, size=0.2),
+        Contestant("floor: complete + claim in one", "bare_in_one", size=0.25),
+        Contestant("floor: claim 50, complete one by one", "bare", {"threads": 1, "batch": 50, "end": "one"}, size=0.3),
+        Contestant("floor: 8 threads, complete one by one", "bare", {"threads": 8, "batch": 50, "end": "one"}, size=0.5),
         Contestant("floor: 8 threads, completions batched", "bare", {"threads": 8, "batch": 50, "end": "many"}),
         Contestant("floor: 2 processes of 8 threads, batched", "bare_crowd",
                    {"processes": 2, "threads": 8, "batch": 50, "end": "many"},
@@ -138,11 +138,12 @@ def hooked(vendor: str) -> list[Contestant]:
     bare, extra = ("lite", {}) if vendor == "sqlite" else ("bare", {"threads": 8})
     goal = None if vendor == "sqlite" else Goal(least=0.6)
     return [
-        Contestant("floor: hooks, one transaction each", bare, {**extra, "batch": 50, "end": "hooked"}),
+        Contestant("floor: hooks, one transaction each", bare, {**extra, "batch": 50, "end": "hooked"}, size=0.4),
         Contestant("durable_jobs, hooks, concurrency 1", "durable",
-                   {"concurrency": 1, "kind": HOOKED}, floor="floor: hooks, one transaction each"),
+                   {"concurrency": 1, "kind": HOOKED}, floor="floor: hooks, one transaction each", size=0.2),
         Contestant("durable_jobs, hooks, concurrency 8", "durable",
-                   {"concurrency": 8, "kind": HOOKED}, floor="floor: hooks, one transaction each", goal=goal),
+                   {"concurrency": 8, "kind": HOOKED}, floor="floor: hooks, one transaction each", goal=goal,
+                   size=0.4),
     ]  # fmt: skip
 
 
@@ -176,7 +177,7 @@ def main() -> int:
         ):
             some = harness.chosen(those, options.only)
             if some:
-                prepare = partial(fill, options.jobs, kind=kind)
+                prepare = partial(filled, options.jobs, kind)
                 result = harness.compare(
                     title, "benchmarks.drain", some, rounds=options.rounds, prepare=prepare
                 )
@@ -185,6 +186,10 @@ def main() -> int:
         if not options.only:
             harness.keep("drain", results)
     return 0
+
+
+def filled(jobs: int, kind: str, one: Contestant) -> None:
+    fill(int(jobs * one.size), kind=kind)
 
 
 def saturation(vendor: str, result: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 OWNER = "floor"
+LONGEST = 20.0
+"""Seconds after which a floor is measured well enough, however slow the disk is."""
 KIND, MIRRORED, HOOKED = "bench.noop", "bench.mirrored", "bench.hooked"
 KIND_OF = {"mirrored": MIRRORED, "hooked": HOOKED}
 
@@ -79,11 +81,13 @@ def connect(autocommit: bool = True) -> Any:
 def postgresql(*, threads: int, batch: int, end: str) -> dict[str, float]:
     """Drain with `threads`, each claiming `batch` at a time and ending them `one`, `many` or with a hook."""
 
+    until = time.perf_counter() + LONGEST
+
     def drain(connection: Any, done: list[int]) -> None:
         claim = pg_claim(batch, KIND_OF.get(end, KIND))
         while True:
             claimed = connection.execute(claim).fetchall()
-            if not claimed:
+            if not claimed or time.perf_counter() > until:
                 return
             if end == "many":
                 ids, epochs = [row[0] for row in claimed], [row[2] for row in claimed]
@@ -115,6 +119,8 @@ def postgresql_crowd(*, processes: int, **arguments: Any) -> dict[str, Any]:
 def postgresql_in_one(*, batch: int = 1) -> dict[str, float]:
     """One thread: complete what was claimed and claim the next in one transaction."""
 
+    until = time.perf_counter() + LONGEST
+
     def drain(connection: Any, done: list[int]) -> None:
         claim, held = pg_claim(batch), []
         while True:
@@ -123,7 +129,7 @@ def postgresql_in_one(*, batch: int = 1) -> dict[str, float]:
                     assert connection.execute(PG_COMPLETE, [row[0], row[2]]).fetchall()
                 done.append(len(held))
                 held = connection.execute(claim).fetchall()
-            if not held:
+            if not held or time.perf_counter() > until:
                 return
 
     return timed(drain, connect, 1)
@@ -144,6 +150,8 @@ def sqlite(*, batch: int, end: str) -> dict[str, float]:
     """One thread: claim `batch`, end them `one` by one, `many` in the transaction of the next claim,
     or with a hook."""
 
+    until = time.perf_counter() + LONGEST
+
     def drain(connection: Any, done: list[int]) -> None:
         claim, held = lite_claim(batch, KIND_OF.get(end, KIND)), []
         while True:
@@ -155,7 +163,7 @@ def sqlite(*, batch: int, end: str) -> dict[str, float]:
             held = connection.execute(claim).fetchall()
             if end == "many":
                 connection.execute("COMMIT")
-            if not held:
+            if not held or time.perf_counter() > until:
                 return
             if end == "one":
                 for row in held:
@@ -173,7 +181,7 @@ def sqlite(*, batch: int, end: str) -> dict[str, float]:
 def sqlite_with_writer(*, threads: int, batch: int = 50) -> dict[str, Any]:
     """`threads` take jobs in hand; one more writes: the ends of what they are done with, and the next claim."""
     connection = lite_connect()
-    claim = lite_claim(batch)
+    claim, until = lite_claim(batch), time.perf_counter() + LONGEST
     todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -183,19 +191,20 @@ def sqlite_with_writer(*, threads: int, batch: int = 50) -> dict[str, Any]:
 
     def write() -> int:
         jobs = out = 0
+        more = True
         while True:
-            ends = [done.get()] if out else []
-            while len(ends) < batch and not done.empty():
-                ends.append(done.get())
+            # Two batches are out: the threads have one while the other is written.
+            ends = [done.get() for _ in range(min(batch, out - batch if more else out))]
             connection.execute("BEGIN IMMEDIATE")
             for end in ends:
                 assert connection.execute(LITE_COMPLETE, end).fetchall()
-            claimed = connection.execute(claim).fetchall() if out - len(ends) <= batch else []
+            claimed = connection.execute(claim).fetchall() if time.perf_counter() < until else []
             connection.execute("COMMIT")
             for row in claimed:
                 todo.put(row)
             out += len(claimed) - len(ends)
             jobs += len(ends)
+            more = bool(claimed)
             if not out:
                 return jobs
 

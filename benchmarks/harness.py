@@ -41,6 +41,8 @@ class Contestant:
     floor: str | None = None
     """The contestant that this one is compared with."""
     goal: Goal | None = None
+    size: float = 1.0
+    """How much of the work it gets: what is slower needs less to be measured as well."""
     module: str | None = None
     """Where the function is, if not in the benchmark's own module."""
     python: str = sys.executable
@@ -167,14 +169,19 @@ class Busy:
 
 
 def compare(
-    title: str, module: str, contestants: Sequence[Contestant], *, rounds: int, prepare: Callable[[], None]
+    title: str,
+    module: str,
+    contestants: Sequence[Contestant],
+    *,
+    rounds: int,
+    prepare: Callable[[Contestant], None] = lambda one: None,
 ) -> dict[str, Any]:
     """Measure all, in turns; print medians, ratios and goals; answer them with every single number."""
     runs: dict[str, list[Any]] = {one.name: [] for one in contestants}
     began = time.monotonic()
     for number in range(rounds):
         for one in contestants if number % 2 == 0 else reversed(contestants):
-            prepare()
+            prepare(one)
             run = once(module, one)
             runs[one.name].append(run)
             passed = time.monotonic() - began

@@ -84,7 +84,7 @@ def main() -> int:
     with harness.databases():
         result = harness.compare(
             "1,000 leases renewed, ms", "benchmarks.heartbeat", contestants, rounds=options.rounds,
-            prepare=lambda: fill(1000),
+            prepare=lambda one: fill(1000),
         )  # fmt: skip
         shares = [run["hot"] for run in result["contestants"]["all in one statement"]["runs"]]
         if connection.vendor == "postgresql":

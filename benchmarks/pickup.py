@@ -149,7 +149,7 @@ def main() -> int:
     with harness.databases():
         result = harness.compare(
             "commit to step, ms (median of p50)", "benchmarks.pickup", contestants, rounds=options.rounds,
-            prepare=lambda: fill(0),
+            prepare=lambda one: fill(0),
         )  # fmt: skip
         for name, line in result["contestants"].items():
             print(f"  p99 of {name}: " + ", ".join(f"{run['p99']:.1f}" for run in line["runs"]))
