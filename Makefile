@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/installed
+PEERS := $(VENV)-peers
 ARGS ?=
 MINUTES ?= 10
 DB ?= sqlite
@@ -12,7 +13,7 @@ DB ?= sqlite
 unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sqlite test-postgres test-e2e prove explore mutate soak test-tasks test-brokers test-wheel test-tutorial test-api-fuzz messages screenshots bench bench-drain bench-pickup bench-start bench-heartbeat bench-slices bench-million bench-admin bench-rest lint format wheel demo serve clean
+.PHONY: help install test test-sqlite test-postgres test-e2e prove explore mutate soak test-tasks test-brokers test-wheel test-tutorial test-api-fuzz messages screenshots bench bench-drain bench-pickup bench-start bench-heartbeat bench-slices bench-idle bench-checkpoint bench-recovery bench-million bench-peers bench-admin bench-rest lint format wheel demo serve clean
 
 help:  ## Explain the targets
 	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
@@ -51,7 +52,7 @@ screenshots: install  ## Take the pictures in docs/img, light and dark
 bench-admin: install  ## Time the screens over 1,000,000 jobs on PostgreSQL, and redrive 20,000 at once
 	$(PY) -m tests.postgres run -- $(PY) -m benchmarks.admin $(ARGS)
 
-bench: bench-drain bench-pickup bench-start bench-heartbeat bench-slices  ## Measure speed on PostgreSQL and SQLite, against bare SQL in the same run
+bench: bench-drain bench-pickup bench-start bench-heartbeat bench-slices bench-idle bench-checkpoint bench-recovery  ## Measure speed on PostgreSQL and SQLite, against bare SQL in the same run
 
 bench-drain: install  ## How many no-op jobs a second, against the bare statements on the same table
 	$(PY) -m tests.postgres run --durable -- $(PY) -m benchmarks.drain $(ARGS)
@@ -72,6 +73,24 @@ bench-heartbeat: install  ## Renew 1,000 leases in one statement
 bench-slices: install  ## Rows a second through a BatchKind, against a plain loop
 	$(PY) -m tests.postgres run --durable -- $(PY) -m benchmarks.slices $(ARGS)
 	env -u DATABASE_URL $(PY) -m benchmarks.slices $(ARGS)
+
+bench-idle: install  ## Memory and processor of a worker with nothing to do, against a bare django.setup()
+	$(PY) -m tests.postgres run --durable -- $(PY) -m benchmarks.idle $(ARGS)
+	env -u DATABASE_URL $(PY) -m benchmarks.idle $(ARGS)
+
+bench-checkpoint: install  ## What a checkpoint costs, alone and with a write of the project
+	$(PY) -m tests.postgres run --durable -- $(PY) -m benchmarks.checkpoint $(ARGS)
+	env -u DATABASE_URL $(PY) -m benchmarks.checkpoint $(ARGS)
+
+bench-recovery: install  ## Cancel to stopped, kill to resumed, work done again (ARGS=--default-lease: with a lease of a minute, too)
+	$(PY) -m tests.postgres run --durable -- $(PY) -m benchmarks.recovery $(ARGS)
+	env -u DATABASE_URL $(PY) -m benchmarks.recovery $(ARGS)
+
+bench-peers: install  ## Procrastinate, pgqueuer, django-tasks-db, Celery on Redis (redis-server) and durable_jobs, in turns
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement benchmarks/peers/requirements.txt
+	$(PY) -m tests.postgres run --durable -- $(PY) -m benchmarks.peers --python $(PEERS)/bin/python $(ARGS)
+	env -u DATABASE_URL $(PY) -m benchmarks.peers --python $(PEERS)/bin/python $(ARGS)
 
 bench-million: install  ## A drain beside a million finished, scheduled, foreign and unknown jobs, and an old snapshot
 	$(PY) -m tests.postgres run --durable -- $(PY) -m benchmarks.million $(ARGS)
@@ -148,6 +167,6 @@ serve: install  ## Start the demo site and a worker, and print address and login
 	@$(PY) manage.py serve $(ARGS)
 
 clean:  ## Remove the environment, what was built, and the demo's data
-	rm -rf $(VENV) .venv-django6 build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo .serve media
+	rm -rf $(VENV) $(PEERS) .venv-django6 build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo .serve media
 	rm -f *.sqlite3 *.sqlite3-*
 	find . -name __pycache__ -prune -exec rm -rf {} +

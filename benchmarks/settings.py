@@ -17,3 +17,4 @@ INSTALLED_APPS = [
     "benchmarks",
 ]
 DURABLE_JOBS = env.json("BENCH_DURABLE_JOBS", default={})
+ROOT_URLCONF = "benchmarks.urls"

@@ -1,0 +1,3 @@
+"""No addresses: the benchmarks' processes check their settings and serve nothing."""
+
+urlpatterns: list[object] = []
