@@ -66,6 +66,8 @@ class Scope:
 
 
 class Status(models.TextChoices):
+    """The stored fact; what a reader is shown is `durable_jobs.explain.Phase`."""
+
     HELD = "held"
     PENDING = "pending"
     RUNNING = "running"
@@ -474,10 +476,12 @@ class Job(ReadOnlyRow):
 
     @property
     def scope(self) -> Scope:
+        """Whose job it is."""
         return Scope(self.tenant_id, self.organization_id)
 
     @property
     def is_live(self) -> bool:
+        """Whether it is pending or running."""
         return self.status in LIVE
 
     @property

@@ -407,6 +407,7 @@ class Health:
 
     @property
     def ok(self) -> bool:
+        """Whether every check is well."""
         return all(check.ok for check in self.checks)
 
 

@@ -138,6 +138,7 @@ class SliceContext:
 
     @property
     def scope(self) -> Scope:
+        """Whose job it is."""
         return self.job.scope
 
     @property
@@ -152,6 +153,7 @@ class SliceContext:
 
     @property
     def stop(self) -> threading.Event:
+        """Set when going on is pointless: a cancel, a pause, a drain, a lost lease. A wait on it ends then."""
         return self._hold.stop
 
     @property

@@ -176,6 +176,7 @@ class Look:
 
     @classmethod
     def take(cls) -> Look:
+        """A look now."""
         return cls(*store.now_and_pauses())
 
     def phase(self, job: Job) -> Phase:

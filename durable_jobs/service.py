@@ -263,19 +263,25 @@ def release(
     """
     who = _actor(actor)
     job_uuid, wanted = _required_id(job_id), _scope(scope)
-    try:
-        with database.joined(database.alias()):
-            job = store.release_held(job_uuid, scope=wanted)
-            if not isinstance(job, Job):
-                raise _not_released(job_id, job, get(job_uuid, scope=scope))
-            store.add_event(job, "released", actor=who.text, actor_id=who.id, reason=jsontext.clean(reason))
-            transports.current().publish(job)
-    except OperationalError as error:
-        if database.is_locked(error):
-            raise Busy(job_uuid) from error
-        raise
+    with _busy_where_locked(job_uuid), database.joined(database.alias()):
+        job = store.release_held(job_uuid, scope=wanted)
+        if not isinstance(job, Job):
+            raise _not_released(job_id, job, get(job_uuid, scope=scope))
+        store.add_event(job, "released", actor=who.text, actor_id=who.id, reason=jsontext.clean(reason))
+        transports.current().publish(job)
     log("job_released", job, actor=who.text)
     return job
+
+
+@contextmanager
+def _busy_where_locked(job_id: UUID) -> Iterator[None]:
+    """On SQLite somebody may have held the file for too long; that is no error of the database."""
+    try:
+        yield
+    except OperationalError as error:
+        if database.is_locked(error):
+            raise Busy(job_id) from error
+        raise
 
 
 def _not_released(job_id: object, answer: store.Answer | None, now: Job | None) -> Refusal:
@@ -311,28 +317,17 @@ def cancel(
     """
     who, why, operation = _actor(actor), _reason(reason), _operation(operation)
     job_uuid, wanted = _required_id(job_id), _scope(scope)
-    using = database.alias()
-    try:
-        with database.joined(using, timeout=CANCEL_WAIT_SECONDS):
-            how = store.request_cancel(job_uuid, scope=wanted, actor=who.text, user=who.user_id, reason=why)
-            job = get(job_uuid, scope=scope)
-            if job is None:
-                raise NotFound(job_id)
-            # A mailed request may have met a row that ended meanwhile: then it asks for nothing any more.
-            if how is None or job.status in TERMINAL:
-                raise NotCancellable(job.id, job.status)
-            store.add_event(
-                job,
-                "cancel_requested",
-                actor=who.text,
-                actor_id=who.id,
-                reason=why,
-                operation_id=operation,
-            )
-    except OperationalError as error:
-        if database.is_locked(error):
-            raise Busy(job_uuid) from error
-        raise
+    with _busy_where_locked(job_uuid), database.joined(database.alias(), timeout=CANCEL_WAIT_SECONDS):
+        how = store.request_cancel(job_uuid, scope=wanted, actor=who.text, user=who.user_id, reason=why)
+        job = get(job_uuid, scope=scope)
+        if job is None:
+            raise NotFound(job_id)
+        # A mailed request may have met a row that ended meanwhile: then it asks for nothing any more.
+        if how is None or job.status in TERMINAL:
+            raise NotCancellable(job.id, job.status)
+        store.add_event(
+            job, "cancel_requested", actor=who.text, actor_id=who.id, reason=why, operation_id=operation
+        )
     log("cancel_requested", job, actor=who.text, how=how)
     if job.status == Status.RUNNING and job.lease_owner is not None:
         transports.current().hint_cancel(job)
@@ -405,20 +400,7 @@ def redrive(
     before = get(job_uuid, scope=scope)
     if before is None:
         raise NotFound(job_id)
-    kind = kinds.find(before.kind)
-    if kind is None:
-        raise kinds.unknown(before.kind)
-    if restart and not kind.allow_restart:
-        raise RestartNotAllowed(before.id, before.kind)
-    if before.status in (Status.COMPLETED, Status.CANCELLED):
-        raise NotRedrivable(before.id, before.status)
-    if before.queue_name == MANUAL_QUEUE:
-        raise NotRedrivable(
-            before.id, before.status, "no worker serves its queue; its owner resumes or retries it"
-        )
-    if before.verdict == Verdict.UNRECOVERABLE and not force:
-        raise ForceRequired(before.id)
-    _require_free_lock(before)
+    kind = _require_redrivable(before, force=force, restart=restart)
 
     def transition() -> Job | None:
         answer = store.redrive(
@@ -454,24 +436,40 @@ def redrive(
         )
         transports.current().publish(job)
 
-    try:
+    with _busy_where_locked(before.id):
         job = lifecycle.redrive(kind, before.id, before.lease_epoch, transition, record)
-    except OperationalError as error:
-        if database.is_locked(error):
-            raise Busy(before.id) from error
-        raise
     if job is None:
-        now = store.get(before.id)
-        if now and now.status == Status.RUNNING and now.lease_owner is None and failed_before is None:
-            raise Busy(before.id)
-        if now is None or now.status != Status.FAILED:
-            raise NotRedrivable(before.id, now.status if now else "gone")
-        if failed_before is not None and now.finished_at is not None and now.finished_at >= failed_before:
-            raise NotRedrivable(
-                before.id, now.status, f"since {now.finished_at.isoformat(sep=' ')}, too lately"
-            )
-        raise Busy(before.id)
+        raise _not_redriven(before.id, store.get(before.id), failed_before)
     return job
+
+
+def _require_redrivable(job: Job, *, force: bool, restart: bool) -> Kind:
+    """The job's kind; raises what the row, as it was read, tells already. The statement has the last word."""
+    kind = kinds.find(job.kind)
+    if kind is None:
+        raise kinds.unknown(job.kind)
+    if restart and not kind.allow_restart:
+        raise RestartNotAllowed(job.id, job.kind)
+    if job.status in (Status.COMPLETED, Status.CANCELLED):
+        raise NotRedrivable(job.id, job.status)
+    if job.queue_name == MANUAL_QUEUE:
+        raise NotRedrivable(job.id, job.status, "no worker serves its queue; its owner resumes or retries it")
+    if job.verdict == Verdict.UNRECOVERABLE and not force:
+        raise ForceRequired(job.id)
+    _require_free_lock(job)
+    return kind
+
+
+def _not_redriven(job_id: UUID, now: Job | None, failed_before: datetime | None) -> Refusal:
+    if now is None:
+        return NotRedrivable(job_id, "gone")
+    if now.status == Status.RUNNING and now.lease_owner is None and failed_before is None:
+        return Busy(job_id)
+    if now.status != Status.FAILED:
+        return NotRedrivable(job_id, now.status)
+    if failed_before is not None and now.finished_at is not None and now.finished_at >= failed_before:
+        return NotRedrivable(job_id, now.status, f"since {now.finished_at.isoformat(sep=' ')}, too lately")
+    return Busy(job_id)
 
 
 def settle_without_hooks(

@@ -48,6 +48,7 @@ class Delivery:
 
     @property
     def id(self) -> str:
+        """As text, for a message; `parse` reads it."""
         return f"dw-{self.job_id}-{self.seq}-{self.redrives}"
 
 
