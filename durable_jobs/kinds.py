@@ -426,6 +426,12 @@ def mask(kind: Kind | None, value: Any) -> Any:
     return value
 
 
+def payload(job: Job) -> dict[str, Any]:
+    """Input, checkpoint, result and labels of a job by their names, without what its kind masks."""
+    kind = find(job.kind)
+    return {name: mask(kind, getattr(job, name)) for name in ("input", "checkpoint", "result", "meta")}
+
+
 def classify(kind: Kind, error: BaseException) -> ErrorClass:
     """The class of an error: by the kind's own word, else by the error's marker, else transient."""
     try:

@@ -339,7 +339,10 @@ def test_list_reads_no_large_columns_and_counts_nothing(django_assert_num_querie
 
 @with_database
 def test_show_tells_all_and_hides_what_the_kind_masks() -> None:
-    job = make_job("retrying", kind="tests.plain", input={"token": "secret", "x": "a\x1b[0m"}, lock_key="l")
+    labels = '{"token": "secret", "from": "cron"}'
+    job = make_job(
+        "retrying", kind="tests.plain", input={"token": "secret", "x": "a\x1b[0m"}, lock_key="l", meta=labels
+    )
     store.add_event(
         job, "slice_failed", owner="w", error_type="ValueError", message="bad\nline", reason="why"
     )
@@ -351,6 +354,7 @@ def test_show_tells_all_and_hides_what_the_kind_masks() -> None:
     assert "secret" not in answer.out and "\x1b" not in answer.out
     found = call("show", job.id, "--json").document
     assert found["input"] == {"token": MASKED, "x": "a\x1b[0m"}
+    assert found["meta"] == {"token": MASKED, "from": "cron"}
     assert (found["phase"], found["status"], found["events"][0]["event"]) == (
         "retrying",
         "running",

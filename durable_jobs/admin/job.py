@@ -318,15 +318,11 @@ def limits(job: Job, kind: Kind | None) -> list[Limit]:
     ]
 
 
-def payloads(job: Job, kind: Kind | None) -> Iterator[Payload]:
+def payloads(job: Job) -> Iterator[Payload]:
     """Input, checkpoint, result and labels, as the kind lets them be seen."""
-    for name, label in (
-        ("input", _("Input")),
-        ("checkpoint", _("Checkpoint")),
-        ("result", _("Result")),
-    ):
-        yield _payload(label, kinds.mask(kind, getattr(job, name)))
-    yield _payload(_("Labels"), kinds.mask(kind, job.meta))
+    labels = {"input": _("Input"), "checkpoint": _("Checkpoint"), "result": _("Result"), "meta": _("Labels")}
+    for name, value in kinds.payload(job).items():
+        yield _payload(labels[name], value)
 
 
 def _payload(label: str, value: Any) -> Payload:

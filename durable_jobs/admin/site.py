@@ -333,7 +333,7 @@ class JobAdminMixin(Screens):
                 "history": job_page.history(job),
                 "limits": job_page.limits(job, live.kind),
                 "shows_payload": shows_payload,
-                "payloads": list(job_page.payloads(job, live.kind)) if shows_payload else [],
+                "payloads": list(job_page.payloads(job)) if shows_payload else [],
                 "technical": job_page.technical(job),
                 **(extra_context or {}),
             },

@@ -89,18 +89,14 @@ class Show(Act):
 
     def run(self, options: dict[str, Any], out: Output) -> int:
         job, look = found(options["id"]), Look.take()
-        kind, reasons = kinds.find(job.kind), explain.explain(job)
+        reasons = explain.explain(job)
         history = JobEvent.objects.using(database.alias()).filter(job_id=job.id)
         events = list(history.order_by("-id")[: options["events"]])
         if out.json:
             out.document(
                 {
                     **_brief(job, look),
-                    **{
-                        name: kinds.mask(kind, getattr(job, name))
-                        for name in ("input", "checkpoint", "result")
-                    },
-                    "meta": job.meta,
+                    **kinds.payload(job),
                     "error_message": job.error_message,
                     "reasons": [vars(reason) for reason in reasons],
                     "events": [_as_event(event) for event in events],
@@ -110,31 +106,13 @@ class Show(Act):
         out.facts([("job", job.id), ("kind", job.kind), ("phase", look.phase(job))])
         for reason in reasons:
             out.say(f"  {reason.sentence}{f' {reason.way_out}' if reason.way_out else ''}")
+        kind = kinds.find(job.kind)
         out.facts(_facts(job, look.now), title="\nWhere it stands")
         out.facts(_limits(job, kind), title="\nLimits used")
-        out.facts(
-            [
-                ("type", job.error_type),
-                ("code", job.error_code),
-                ("class", job.error_class),
-                ("message", cut(job.error_message)),
-            ],
-            title="\nLast error",
-        )
-        payload = [
-            (name, _as_text(kinds.mask(kind, getattr(job, name))))
-            for name in ("input", "checkpoint", "result")
-        ]
-        out.facts([*payload, ("meta", _as_text(job.meta))], title="\nPayload")
+        out.facts(_last_error(job), title="\nLast error")
+        out.facts([(name, _as_text(value)) for name, value in kinds.payload(job).items()], title="\nPayload")
         if kind is not None:
-            out.facts(
-                [
-                    ("description", str(kind.description)),
-                    ("note", str(kind.operator_note)),
-                    ("runbook", kind.runbook_url),
-                ],
-                title="\nAbout the kind",
-            )
+            out.facts(_about(kind), title="\nAbout the kind")
         if events:
             out.say()
             out.table(
@@ -396,6 +374,23 @@ def _limits(job: Job, kind: Kind | None) -> list[tuple[str, Any]]:
             used(job.redrives_since_commit, kind.max_orphanings if kind else None),
         ),
         ("failed hooks", job.mirror_attempts or None),
+    ]
+
+
+def _last_error(job: Job) -> list[tuple[str, Any]]:
+    return [
+        ("type", job.error_type),
+        ("code", job.error_code),
+        ("class", job.error_class),
+        ("message", cut(job.error_message)),
+    ]
+
+
+def _about(kind: Kind) -> list[tuple[str, Any]]:
+    return [
+        ("description", str(kind.description)),
+        ("note", str(kind.operator_note)),
+        ("runbook", kind.runbook_url),
     ]
 
 
