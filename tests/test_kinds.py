@@ -37,7 +37,7 @@ from durable_jobs.kinds import (
     Yield,
     register,
 )
-from tests.models import Depot, Shipment
+from tests.models import Depot, Parcel, Shipment
 
 
 @pytest.fixture(autouse=True)
@@ -619,3 +619,16 @@ class TestDiscovery:
         package("found_seven", jobs=self.KIND.replace('"tests.found"', '""'))
         with pytest.raises(InvalidKind, match=r"found_seven\.jobs\.Found"):
             kinds.discover()
+
+
+@pytest.mark.django_db
+def test_the_input_of_a_form_names_rows_by_their_keys() -> None:
+    class Move(forms.Form):
+        to = forms.ModelChoiceField(Depot.objects.all())
+        parcels = forms.ModelMultipleChoiceField(Parcel.objects.order_by("pk"))
+        note = forms.CharField(required=False)
+
+    depot, parcels = Depot.objects.create(name="north"), [Parcel.objects.create() for _ in range(2)]
+    form = Move({"to": depot.pk, "parcels": [parcel.pk for parcel in parcels]})
+    assert form.is_valid()
+    assert kinds.input_of(form) == {"to": depot.pk, "parcels": [parcel.pk for parcel in parcels], "note": ""}
