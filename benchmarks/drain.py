@@ -13,6 +13,11 @@ from benchmarks.floor import HOOKED, MIRRORED
 from benchmarks.harness import Contestant, Goal
 
 JOBS = 20_000
+# As the package makes them: in the order of time, so that neighbours in time are neighbours in every index.
+PG_ID = """(lpad(to_hex((extract(epoch FROM clock_timestamp()) * 1000)::bigint), 12, '0') || '7'
+    || substr(md5(random()::text), 1, 3) || '8' || substr(md5(random()::text), 1, 15))::uuid"""
+LITE_ID = """lower(printf('%012x', CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + i / 20)
+    || '7' || substr(hex(randomblob(2)), 1, 3) || '8' || substr(hex(randomblob(8)), 1, 15))"""
 INPUT = '{"path":"a/b","rows":[1,2,3]}'
 
 
@@ -37,10 +42,10 @@ def fill(jobs: int, *, kind: str = "bench.noop", queue: str = "bench") -> None:
             cursor.execute(f"DELETE FROM {table}")
         if not jobs:
             return
-        now = floor.LITE["now"].replace("%", "%%")
+        now, lite_id = floor.LITE["now"].replace("%", "%%"), LITE_ID.replace("%", "%%")
         cursor.execute(
             f"""WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < %s),
-                u(u) AS MATERIALIZED (SELECT lower(hex(randomblob(16))) FROM n)
+                u(u) AS MATERIALIZED (SELECT {lite_id} FROM n)
             INSERT INTO durable_jobs_job (id, kind, status, tenant_id, queue_name, input, input_sha256,
                 subject_type, subject_id, created_at, updated_at, next_run_at, pending_since)
             SELECT u, %s, 'pending', 'default', %s, %s, %s, 'benchmarks.thing', u, {now}, {now}, {now}, {now}
@@ -57,11 +62,11 @@ def insert(cursor: Any, jobs: int, kind: str = "bench.noop", queue: str = "bench
     from durable_jobs.jsontext import sha256
 
     cursor.execute(
-        """INSERT INTO durable_jobs_job (id, kind, status, tenant_id, queue_name, input, input_sha256,
+        f"""INSERT INTO durable_jobs_job (id, kind, status, tenant_id, queue_name, input, input_sha256,
             subject_type, subject_id, created_at, updated_at, next_run_at, pending_since)
         SELECT u, %s, 'pending', 'default', %s, %s, %s, 'benchmarks.thing', u::text,
             clock_timestamp(), clock_timestamp(), clock_timestamp(), clock_timestamp()
-        FROM (SELECT gen_random_uuid() u FROM generate_series(1, %s)) s""",
+        FROM (SELECT {PG_ID} u FROM generate_series(1, %s)) s""",
         [kind, queue, INPUT, sha256(INPUT), jobs],
     )
 

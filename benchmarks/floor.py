@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 OWNER = "floor"
-LONGEST = 20.0
+LONGEST = 10.0
 """Seconds after which a floor is measured well enough, however slow the disk is."""
 KIND, MIRRORED, HOOKED = "bench.noop", "bench.mirrored", "bench.hooked"
 KIND_OF = {"mirrored": MIRRORED, "hooked": HOOKED}

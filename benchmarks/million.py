@@ -40,7 +40,7 @@ def add(*, state: str, others: int) -> float:
             cursor.execute(
                 f"""INSERT INTO durable_jobs_job (id, status, queue_name, kind, tenant_id, created_at, updated_at,
                     next_run_at, pending_since, finished_at)
-                SELECT gen_random_uuid(), {facts}, 'default', clock_timestamp(), clock_timestamp(), {run_at}, {since},
+                SELECT {drain.PG_ID}, {facts}, 'default', clock_timestamp(), clock_timestamp(), {run_at}, {since},
                     {finished} FROM generate_series(1, {min(CHUNK, others - done)})"""
             )
         cursor.execute("VACUUM ANALYZE durable_jobs_job")

@@ -6,7 +6,6 @@ import json
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ def bare(*, jobs: int, many: bool = False) -> dict[str, Any]:
     from django.db import connection
 
     from durable_jobs.jsontext import sha256
+    from durable_jobs.models import uuid7
 
     digest, lite = sha256(INPUT), connection.vendor == "sqlite"
     now = floor.LITE["now"] if lite else NOW
@@ -37,9 +37,9 @@ def bare(*, jobs: int, many: bool = False) -> dict[str, Any]:
         raw = floor.lite_connect() if lite else floor.connect()
         if not many:
             for _ in range(share):
-                raw.execute(one, [uuid.uuid4().hex, INPUT]).fetchall()
+                raw.execute(one, [uuid7().hex, INPUT]).fetchall()
             return
-        rows = [(uuid.uuid4().hex, INPUT) for _ in range(share)]
+        rows = [(uuid7().hex, INPUT) for _ in range(share)]
         if lite:
             raw.execute("BEGIN IMMEDIATE")
             raw.executemany(one.replace("RETURNING id", ""), rows)
@@ -65,13 +65,14 @@ def bare_crowd(*, jobs: int, clients: int, told: bool) -> dict[str, Any]:
 
 def bare_client(*, jobs: int, told: bool) -> float:
     from durable_jobs.jsontext import sha256
+    from durable_jobs.models import uuid7
 
     raw = floor.connect(autocommit=False)
     one = f"""INSERT INTO durable_jobs_job ({COLUMNS}) VALUES (%s, 'bench.noop', 'pending', 'default', 'bench',
         %s, '{sha256(INPUT)}', 0, {NOW}, {NOW}, {NOW}, {NOW}) ON CONFLICT DO NOTHING RETURNING id"""
     begun = time.perf_counter()
     for _ in range(jobs):
-        raw.execute(one, [uuid.uuid4().hex, INPUT]).fetchall()
+        raw.execute(one, [uuid7().hex, INPUT]).fetchall()
         if told:
             raw.execute("SELECT pg_notify('durable_jobs', '[]')")
         raw.commit()
