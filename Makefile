@@ -13,7 +13,7 @@ DB ?= sqlite
 unexport DJANGO_SETTINGS_MODULE PYTHONPATH PYTEST_ADDOPTS
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-sqlite test-postgres test-e2e prove explore mutate soak test-tasks test-brokers test-wheel test-tutorial test-api-fuzz messages screenshots bench bench-drain bench-pickup bench-start bench-heartbeat bench-slices bench-idle bench-checkpoint bench-recovery bench-million bench-peers bench-admin bench-rest lint format wheel demo serve clean
+.PHONY: help install test test-sqlite test-postgres test-e2e prove explore mutate soak test-tasks test-brokers test-wheel test-tutorial test-api-fuzz messages screenshots bench bench-drain bench-pickup bench-start bench-heartbeat bench-slices bench-idle bench-checkpoint bench-recovery bench-million bench-peers bench-report bench-admin bench-rest lint format wheel demo serve clean
 
 help:  ## Explain the targets
 	@echo "Usage: make TARGET [PYTHON=python3.13] [DATABASE_URL=postgresql://…] [ARGS='-k lease']"
@@ -91,6 +91,9 @@ bench-peers: install  ## Procrastinate, pgqueuer, django-tasks-db, Celery on Red
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement benchmarks/peers/requirements.txt
 	$(PY) -m tests.postgres run --durable -- $(PY) -m benchmarks.peers --python $(PEERS)/bin/python $(ARGS)
 	env -u DATABASE_URL $(PY) -m benchmarks.peers --python $(PEERS)/bin/python $(ARGS)
+
+bench-report: install  ## Print what benchmarks/results holds, as the tables of docs/performance.md
+	@$(PY) -m benchmarks.report
 
 bench-million: install  ## A drain beside a million finished, scheduled, foreign and unknown jobs, and an old snapshot
 	$(PY) -m tests.postgres run --durable -- $(PY) -m benchmarks.million $(ARGS)

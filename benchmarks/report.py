@@ -47,7 +47,9 @@ def table(result: dict[str, Any], machine: dict[str, Any]) -> str:
             f"| {name} | {number(line['median'])} | {number(min(values))} to {number(max(values))} | {ratio} |"
         )
     for goal in result.get("goals", []):
-        lines.append(f"\n- {'met' if goal['met'] else '**missed**'}: {goal['goal']}: {goal['reached']:.3g}")
+        lines.append(
+            f"\n- {'met' if goal['met'] else '**missed**'}: {goal['goal']}; reached {number(goal['reached'])}"
+        )
     return "\n".join(lines).replace("\n\n- ", "\n- ").replace("|\n- ", "|\n\n- ", 1) + "\n"
 
 
