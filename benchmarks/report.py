@@ -23,34 +23,36 @@ ORDER = [
 
 
 def main() -> int:
+    tables, goals = [], ["| database | goal | reached | |", "|---|---|---:|---|"]
     for name in ORDER:
         for vendor in ("postgresql", "sqlite"):
             path = RESULTS / f"{name}-{vendor}.json"
-            if path.exists():
-                kept = json.loads(path.read_text())
-                for result in kept["results"]:
-                    if "contestants" in result:
-                        print(table(result, kept["machine"]))
+            if not path.exists():
+                continue
+            kept = json.loads(path.read_text())
+            database = kept["machine"]["database"]
+            for result in kept["results"]:
+                if "contestants" not in result:
+                    continue
+                tables.append(table(result, database))
+                goals += [
+                    f"| {database} | {goal['goal']} | {number(goal['reached'])} | {'met' if goal['met'] else '**missed**'} |"
+                    for goal in result["goals"]
+                ]
+    print("\n".join(goals), *tables, sep="\n\n")
     return 0
 
 
-def table(result: dict[str, Any], machine: dict[str, Any]) -> str:
-    """Medians, the least and the most of the rounds, ratios; the goals beneath."""
-    lines = [
-        f"| {result['title']}, {machine['database']} | median | least to most | ratio |",
-        "|---|---:|---:|---|",
-    ]
+def table(result: dict[str, Any], database: str) -> str:
+    """Medians, the least and the most of the rounds, ratios."""
+    lines = [f"| {result['title']}, {database} | median | least to most | ratio |", "|---|---:|---:|---|"]
     for name, line in result["contestants"].items():
         values = [run["value"] if isinstance(run, dict) else run for run in line["runs"]]
         ratio = f"{line['ratio']:.2f} × {line['floor']}" if line["ratio"] is not None else ""
         lines.append(
             f"| {name} | {number(line['median'])} | {number(min(values))} to {number(max(values))} | {ratio} |"
         )
-    for goal in result.get("goals", []):
-        lines.append(
-            f"\n- {'met' if goal['met'] else '**missed**'}: {goal['goal']}; reached {number(goal['reached'])}"
-        )
-    return "\n".join(lines).replace("\n\n- ", "\n- ").replace("|\n- ", "|\n\n- ", 1) + "\n"
+    return "\n".join(lines)
 
 
 def number(value: float) -> str:
