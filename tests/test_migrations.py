@@ -68,6 +68,7 @@ def scratch(transactional_db: None, tmp_path: Path) -> Iterator[str]:
         return
     name = f"scratch_{os.getpid()}"
     with connection.cursor() as cursor:
+        cursor.execute(f"DROP DATABASE IF EXISTS {name}")
         cursor.execute(f"CREATE DATABASE {name}")
     yield urlsplit(database_url())._replace(path=f"/{name}").geturl()
     with connection.cursor() as cursor:
@@ -76,7 +77,7 @@ def scratch(transactional_db: None, tmp_path: Path) -> Iterator[str]:
 
 def test_the_schema_can_be_undone_and_done_again_with_rows_in_it(scratch: str, processes: Processes) -> None:
     process = processes.python(THERE_AND_BACK, environment={"DATABASE_URL": scratch})
-    assert process.wait(60) == 0, process.output
+    assert process.wait(100) == 0, process.output
 
 
 def test_every_migration_can_be_undone() -> None:
