@@ -7,7 +7,6 @@ import glob
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -18,6 +17,7 @@ import trove_classifiers
 
 import durable_jobs
 from tests import fresh_projects
+from tests.fresh_projects import call, tell
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,7 +39,7 @@ def main() -> int:
 
 def build(target: Path) -> Path:
     """Build the source distribution, and the wheel from it."""
-    run(sys.executable, "-m", "build", "--outdir", str(target), str(ROOT), cwd=target.parent)
+    call([sys.executable, "-m", "build", "--outdir", str(target), str(ROOT)], target.parent)
     (wheel,) = target.glob("*.whl")
     return wheel
 
@@ -55,13 +55,13 @@ def check_source(target: Path, wheel: Path) -> None:
     wanted |= {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
     assert wanted <= names, f"The source distribution lacks {wanted - names}"
     shutil.rmtree(ROOT / "build", ignore_errors=True)  # what an earlier build has left would go into this one
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", str(target / "tree"), str(ROOT), cwd=target)
+    call([sys.executable, "-m", "build", "--wheel", "--outdir", str(target / "tree"), str(ROOT)], target)
     shutil.rmtree(ROOT / "build", ignore_errors=True)
     (from_tree,) = (target / "tree").glob("*.whl")
     assert contents(from_tree) == contents(wheel), (
         "The tree and the source distribution make different wheels"
     )
-    run(sys.executable, "-m", "twine", "check", "--strict", str(source), str(wheel))
+    call([sys.executable, "-m", "twine", "check", "--strict", str(source), str(wheel)])
 
 
 def contents(wheel: Path) -> dict[str, int]:
@@ -89,15 +89,13 @@ def check_old_python(wheel: Path, folder: Path) -> None:
     """A Python that is too old is told so by pip, and by make."""
     root = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
     found = [shutil.which("python3.10"), *glob.glob(f"{root}/versions/3.10*/bin/python")]
-    old = next(
-        (path for path in found if path and fresh_projects.tell([path, "-c", "print(1)"]) == "1"), None
-    )
+    old = next((path for path in found if path and tell([path, "-c", "print(1)"]) == "1"), None)
     if old is None:
         print("Wheel on a Python that is too old: left out, because no Python 3.10 was found (PATH, pyenv).")
         return
-    said = fresh_projects.call([old, "-m", "pip", "install", "--dry-run", "--no-deps", str(wheel)], code=1)
+    said = call([old, "-m", "pip", "install", "--dry-run", "--no-deps", str(wheel)], code=1)
     assert "requires a different Python: 3.10" in said, said
-    said = fresh_projects.call(["make", "install", f"PYTHON={old}", f"VENV={folder / 'none'}"], ROOT, code=2)
+    said = call(["make", "install", f"PYTHON={old}", f"VENV={folder / 'none'}"], ROOT, code=2)
     assert "durable_jobs needs Python 3.11 or later; name one with PYTHON=" in said, said
 
 
@@ -117,19 +115,6 @@ def check_contents(wheel: Path) -> None:
     }
     assert inside == wanted, f"missing: {sorted(wanted - inside)}; too much: {sorted(inside - wanted)}"
     assert licences, "The wheel holds no LICENSE"
-
-
-def run(*command: str, cwd: Path | None = None) -> None:
-    """Run a command with an environment in which only the installed package can be found."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in {"PYTHONPATH", "DJANGO_SETTINGS_MODULE", "DATABASE_URL"}
-    }
-    print("+", shutil.which(command[0]) and Path(command[0]).name, *command[1:], flush=True)
-    done = subprocess.run(command, cwd=cwd or tempfile.gettempdir(), env=environment, timeout=300)
-    if done.returncode != 0:
-        sys.exit(f"Wheel: FAILED ({' '.join(command)} ended with {done.returncode})")
 
 
 if __name__ == "__main__":
