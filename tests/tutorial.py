@@ -25,7 +25,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "tutorial.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"(?P<append>At the end of )?`(?P<name>[\w./]+\.py)`:?$")
 END = "end of the command"
-LONGEST_WAIT = 30.0
+LONGEST_WAIT = 60.0
 """Seconds in which a page that says `sleep 4` must be right on a slow machine."""
 
 
