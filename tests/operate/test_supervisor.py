@@ -442,10 +442,9 @@ def connected(pid: int) -> bool:
     return any(row[2].endswith(port) and row[9] in inodes for row in rows)
 
 
-def ends_with_one_clear_line(process: Process, code: int, words: str, within: float = 15) -> None:
-    at = time.monotonic()
-    assert process.wait(within) == code, process.output
-    assert time.monotonic() - at < within
+def ends_with_one_clear_line(process: Process, code: int, words: str) -> None:
+    # Two interpreters start one after the other, on a machine that may be busy.
+    assert process.wait(60) == code, process.output
     said = [line for line in process.output.splitlines() if re.search(words, line)]
     assert len(said) == 1, process.output
     assert process.output.count("process_started") == 1
