@@ -158,28 +158,57 @@ def conclude(kind: Kind | None, job: Job, event: str) -> None:
 def reopen(kind: Kind | None, job: Job) -> None:
     """`on_redrive` and whatever follows the commit, for a job that the open transaction has just reopened."""
     transaction.on_commit(partial(_after_redrive, kind, job), using=database.alias(), robust=True)
-    if kind is not None and kind.has_transition_hook:
-        _require_agreement(job, kind.on_redrive(job), "on_redrive")
+    if kind is not None:
+        _run_redrive_hook(kind, job)
 
 
-def redrive(kind: Kind, job_id: UUID, epoch: int, transition: Transition, record: Record) -> Job | None:
+def redrive(kind: Kind, epoch: int, transition: Transition, record: Record) -> Job | None:
     """failed, orphaned, or waiting for its retry → pending, with `on_redrive` in the same transaction.
 
     `epoch` is the one before the redrive; there a failing hook is counted.
+    """
+
+    def hook_and_record(job: Job) -> None:
+        _run_redrive_hook(kind, job)
+        record(job)
+
+    unit = database.joined(database.alias())
+    return _carry_out(unit, transition, hook_and_record, partial(_after_redrive, kind), epoch)
+
+
+def _end(kind: Kind | None, transition: Transition, event: str, record: Record | None = None) -> Job | None:
+    def hook_and_record(job: Job) -> None:
+        if kind is not None:
+            _run_hooks(kind, job)
+        if record is not None:
+            record(job)
+
+    unit = _unit(kind, database.alias(), record)
+    return _carry_out(unit, transition, hook_and_record, lambda job: _after_end(kind, job, event))
+
+
+def _carry_out(
+    unit: AbstractContextManager[BaseDatabaseWrapper],
+    transition: Transition,
+    hook_and_record: Record,
+    after: Callable[[Job], None],
+    epoch: int | None = None,
+) -> Job | None:
+    """The transition and what must agree with it, in one unit; `after` it has committed.
+
+    A failure is counted on the row as it is again then, under `epoch` where that is another than the transition's.
     """
     using = database.alias()
     job: Job | None = None
     raw: Any = None
     try:
-        with database.joined(using) as connection:
+        with unit as connection:
             raw = connection.connection
             job = transition()
             if job is None:
                 return None
-            committed = _Committed(using, partial(_after_redrive, kind, job))
-            if kind.has_transition_hook:
-                _require_agreement(job, kind.on_redrive(job), "on_redrive")
-            record(job)
+            committed = _Committed(using, partial(after, job))
+            hook_and_record(job)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -187,34 +216,7 @@ def redrive(kind: Kind, job_id: UUID, epoch: int, transition: Transition, record
             return _despite(error, job)
         if job is None or _is_outage(error, using, raw):
             raise
-        _count_failed_hook(job, epoch, error)
-        raise HookFailed(job.id, job.kind, job.status, error) from error
-    return job
-
-
-def _end(kind: Kind | None, transition: Transition, event: str, record: Record | None = None) -> Job | None:
-    using = database.alias()
-    job: Job | None = None
-    raw: Any = None
-    try:
-        with _unit(kind, using, record) as connection:
-            raw = connection.connection
-            job = transition()
-            if job is None:
-                return None
-            committed = _Committed(using, partial(_after_end, kind, job, event))
-            if kind is not None:
-                _run_hooks(kind, job)
-            if record is not None:
-                record(job)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        if job is not None and committed:
-            return _despite(error, job)
-        if job is None or _is_outage(error, using, raw):
-            raise
-        _count_failed_hook(job, job.lease_epoch, error)
+        _count_failed_hook(job, job.lease_epoch if epoch is None else epoch, error)
         raise HookFailed(job.id, job.kind, job.status, error) from error
     return job
 
@@ -266,6 +268,11 @@ def _run_hooks(kind: Kind, job: Job) -> None:
         kind.on_cancel(job)
     if kind.has_transition_hook:
         _require_agreement(job, kind.on_transition(job), "on_transition")
+
+
+def _run_redrive_hook(kind: Kind, job: Job) -> None:
+    if kind.has_transition_hook:
+        _require_agreement(job, kind.on_redrive(job), "on_redrive")
 
 
 def _require_agreement(job: Job, answer: object, hook: str) -> None:

@@ -437,7 +437,7 @@ def redrive(
         transports.current().publish(job)
 
     with _busy_where_locked(before.id):
-        job = lifecycle.redrive(kind, before.id, before.lease_epoch, transition, record)
+        job = lifecycle.redrive(kind, before.lease_epoch, transition, record)
     if job is None:
         raise _not_redriven(before.id, store.get(before.id), failed_before)
     return job

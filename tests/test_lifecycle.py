@@ -49,7 +49,6 @@ def orphan(job: Job) -> store.Orphan:
 def redrive(kind: Kind, job: Job) -> Job | None:
     return lifecycle.redrive(
         kind,
-        job.id,
         job.lease_epoch,
         lambda: store.redrive(job.id, scope=None, grace=20.0),  # type: ignore[return-value, arg-type]
         lambda job: store.add_event(job, "redriven"),
@@ -485,7 +484,7 @@ class TestHooks:
         with pytest.raises(UnicodeEncodeError):
             lifecycle.complete(kind, lease(running), '"\ud800"')
         with pytest.raises(LookupError, match="no statement"):
-            lifecycle.redrive(kind, failed.id, failed.lease_epoch, refuse, lambda job: None)
+            lifecycle.redrive(kind, failed.lease_epoch, refuse, lambda job: None)
         assert [(row(job).status, row(job).mirror_attempts) for job in (running, failed)] == [
             ("running", 0),
             ("failed", 0),
