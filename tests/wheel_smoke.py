@@ -58,9 +58,8 @@ def check_source(target: Path, wheel: Path) -> None:
     call([sys.executable, "-m", "build", "--wheel", "--outdir", str(target / "tree"), str(ROOT)], target)
     shutil.rmtree(ROOT / "build", ignore_errors=True)
     (from_tree,) = (target / "tree").glob("*.whl")
-    assert contents(from_tree) == contents(wheel), (
-        "The tree and the source distribution make different wheels"
-    )
+    different = sorted(name for name, _ in contents(from_tree).items() ^ contents(wheel).items())
+    assert not different, f"The tree and the source distribution make different wheels: {different}"
     call([sys.executable, "-m", "twine", "check", "--strict", str(source), str(wheel)])
 
 
