@@ -214,7 +214,7 @@ class _Archive:
                 self._path, "is not an archive of this command", "Name a new file, or an earlier archive."
             )
         begins = self._last_batch(size)
-        if not self._is_whole(size) or self._is_still_there(begins, size):
+        if not self._is_whole(size) or self._is_still_there(begins):
             os.ftruncate(self._descriptor, begins)
             os.fsync(self._descriptor)
 
@@ -232,7 +232,7 @@ class _Archive:
     def _is_whole(self, size: int) -> bool:
         return os.pread(self._descriptor, 1, size - 1) == b"\n"
 
-    def _is_still_there(self, begins: int, size: int) -> bool:
+    def _is_still_there(self, begins: int) -> bool:
         """A batch commits as one: its first job tells of all."""
         with os.fdopen(os.dup(self._descriptor), "rb") as file:
             file.seek(begins)

@@ -214,7 +214,7 @@ class Reconciler:
         this = Pass(self._clock())
         try:
             self._begin(this)
-            self._fold_mail(this, batch, tenant)
+            self._fold_mail(batch, tenant)
             self._settle_cancels(this, batch, tenant)
             self._repair_orphans(this, batch, tenant)
             self._announce_waiting(this, batch, tenant)
@@ -260,7 +260,7 @@ class Reconciler:
         if not registered and self._register is not None:
             self._register()
 
-    def _fold_mail(self, this: Pass, batch: int, tenant: str | None) -> None:
+    def _fold_mail(self, batch: int, tenant: str | None) -> None:
         """Stamp requests that met a locked row on the row, where nobody holds it any more."""
         for job_id in pages(partial(store.mailed, batch=batch, tenant=tenant), batch):
             with database.joined(database.alias()):

@@ -181,7 +181,7 @@ def offers(request: HttpRequest, job: Job, now: datetime, holder: Job | None) ->
         refusal = act.refusal(job, now, holder)
         if act is FORCE and not needs_force:
             continue
-        if refusal is not None and not _is_worth_showing(act, job, refusal):
+        if refusal is not None and not _is_worth_showing(act, refusal):
             continue
         if not act.allowed(request) or not access.may_act_on(request, kind):
             found.append(Offer(act, _("You lack the permission.")))
@@ -196,7 +196,7 @@ def _code(refusal: Reason | None) -> str:
     return refusal.code if refusal is not None else ""
 
 
-def _is_worth_showing(act: Act, job: Job, refusal: Reason) -> bool:
+def _is_worth_showing(act: Act, refusal: Reason) -> bool:
     if act in (CANCEL, REDRIVE):
         return True
     if act is SETTLE or act is FORCE:

@@ -119,7 +119,9 @@ class Filters(forms.Form):
             chosen = replace(chosen, status=Status.FAILED.value)
         return chosen
 
-    def search(self, request: HttpRequest) -> str:
+    @property
+    def words(self) -> str:
+        """What is searched for."""
         return str(self.cleaned_data.get("q", "")).strip()
 
 
@@ -164,13 +166,13 @@ def read(request: HttpRequest, filters: Filters, site: Any) -> Page:
     """The page of the list that the address names."""
     look, chosen = Look.take(), filters.selection(request)
     after = Place.parse(request.GET.get("after", ""))
-    words = filters.search(request)
+    words = filters.words
     if words:
         chosen, found = _search(words, chosen, look, after)
     else:
         found = selection.listed(chosen, look, limit=PAGE, after=after)
     scopes = access.scopes(request)
-    rows = rows_of(request, found.jobs, look, site)
+    rows = rows_of(found.jobs, look, site)
     return Page(
         rows=rows,
         next=found.next,
@@ -182,7 +184,7 @@ def read(request: HttpRequest, filters: Filters, site: Any) -> Page:
     )
 
 
-def rows_of(request: HttpRequest, jobs: list[Job], look: Look, site: Any) -> list[Row]:
+def rows_of(jobs: list[Job], look: Look, site: Any) -> list[Row]:
     """What the list says of each job, without a query for each."""
     labels = access.labels(job.scope for job in jobs)
     return [

@@ -167,7 +167,7 @@ class JobAdminMixin(Screens):
                 "tiles": self._tiles(live),
                 "queues": overview.queues(look.now, workers, among),
                 "workers": self._workers(request, look.now),
-                "stuck": listing.rows_of(request, stuck, look, self.admin_site),
+                "stuck": listing.rows_of(stuck, look, self.admin_site),
                 "stuck_more": len(stuck) == STUCK_SHOWN,
                 "throughput": _throughput(recent),
                 "waiting": _waiting(recent),
@@ -468,7 +468,7 @@ class JobAdminMixin(Screens):
                 "query": query,
                 "now": look.now,
                 "filters": listing.in_words(Filters(request)) if chosen.ids is None else [],
-                "rows": listing.rows_of(request, summary.sample, look, self.admin_site),
+                "rows": listing.rows_of(summary.sample, look, self.admin_site),
             },
         )
 

@@ -64,7 +64,7 @@ class JobsForSubject:
         jobs = Job.objects.using(database.alias()).for_subject(obj).filter(access.among(request))
         newest = list(jobs.defer(*LARGE_COLUMNS).order_by("-id")[:SHOWN])
         look = Look.take()
-        context = {"rows": listing.rows_of(request, newest, look, self.admin_site), "now": look.now}
+        context = {"rows": listing.rows_of(newest, look, self.admin_site), "now": look.now}
         return render_to_string("admin/durable_jobs/subject_panel.html", context, request)
 
     def get_changelist_instance(self, request: HttpRequest) -> Any:

@@ -176,7 +176,7 @@ class _Bulk(Act):
             total = selection.count(chosen, look, limit=options["limit"])
             ids = selection.pages(chosen, look, limit=options["limit"])
             return self._act(ids, self.act_in_bulk(options, look, total), out, total=total)
-        self._show(selection.summarize(chosen, look, limit=options["limit"]), chosen, look, options, out)
+        self._show(selection.summarize(chosen, look, limit=options["limit"]), look, options, out)
         return OK
 
     def choose(self, chosen: Selection, look: Look) -> Selection:
@@ -237,9 +237,7 @@ class _Bulk(Act):
         left = f", skipped {number:,} ({listed})" if number else ""
         out.say(f"{self.done} {done:,}{of}{left}.")
 
-    def _show(
-        self, found: Summary, chosen: Selection, look: Look, options: dict[str, Any], out: Output
-    ) -> None:
+    def _show(self, found: Summary, look: Look, options: dict[str, Any], out: Output) -> None:
         if out.json:
             groups = [vars(group) for group in found.groups]
             sample = [{"id": job.id, "kind": job.kind, "phase": look.phase(job)} for job in found.sample]
