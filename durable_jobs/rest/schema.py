@@ -118,6 +118,12 @@ once(ours.HealthSerializer)
 once(ours.CandidatePageSerializer)
 
 
+def _described(target: Any, **actions: Any) -> type[Any]:
+    """The target class (loaded from its path by then) with what is said of its actions; itself it stays as it is."""
+    described: type[Any] = extend_schema_view(**actions)(type("Described", (target,), {}))
+    return described
+
+
 class JobViews(OpenApiViewExtension):
     target_class = "durable_jobs.rest.views.JobViewSet"
     match_subclasses = True
@@ -130,10 +136,8 @@ class JobViews(OpenApiViewExtension):
             "responses": {**ACTED, **REFUSED, 200: ours.JobStatusSerializer, 201: ours.JobStatusSerializer},
         }
 
-        class Described(self.target_class):  # type: ignore[name-defined]
-            pass
-
-        return extend_schema_view(
+        return _described(
+            self.target_class,
             list=extend_schema(
                 tags=["jobs"],
                 parameters=[*_filters(), _cursor(paging.CURSOR), SIZE],
@@ -192,7 +196,7 @@ class JobViews(OpenApiViewExtension):
                 request=ours.RedriveBody,
                 responses={**ACTED, **ABSENT, **REFUSED, 200: ours.OutcomeSerializer},
             ),
-        )(Described)
+        )
 
 
 class CandidateViews(OpenApiViewExtension):
@@ -201,9 +205,6 @@ class CandidateViews(OpenApiViewExtension):
 
     def view_replacement(self) -> type[Any]:
         """One page, and what it is asked by."""
-
-        class Described(self.target_class):  # type: ignore[name-defined]
-            pass
 
         def number(name: str, most: int, usual: int) -> OpenApiParameter:
             return OpenApiParameter(
@@ -224,7 +225,7 @@ class CandidateViews(OpenApiViewExtension):
             responses={**LOOKED, **REFUSED, 200: ours.CandidatePageSerializer},
             filters=False,
         )
-        return extend_schema_view(list=listed)(Described)
+        return _described(self.target_class, list=listed)
 
 
 class _Lists(OpenApiViewExtension):
@@ -235,13 +236,10 @@ class _Lists(OpenApiViewExtension):
     item: Any
 
     def view_replacement(self) -> type[Any]:
-        class Described(self.target_class):  # type: ignore[name-defined]
-            pass
-
         listed = extend_schema(
             tags=[self.tag], responses={**LOOKED, 200: self.item(many=True)}, filters=False
         )
-        return extend_schema_view(list=listed)(Described)
+        return _described(self.target_class, list=listed)
 
 
 class KindViews(_Lists):
@@ -261,14 +259,11 @@ class HealthViews(OpenApiViewExtension):
     def view_replacement(self) -> type[Any]:
         """One answer, not a list of them."""
 
-        class Described(self.target_class):  # type: ignore[name-defined]
-            pass
-
         answers = {**LOOKED, 200: ours.HealthSerializer}
         listed = extend_schema(
             tags=["health"], operation_id="health_retrieve", responses=answers, filters=False
         )
-        return extend_schema_view(list=listed)(Described)
+        return _described(self.target_class, list=listed)
 
 
 class PauseViews(OpenApiViewExtension):
@@ -278,10 +273,8 @@ class PauseViews(OpenApiViewExtension):
     def view_replacement(self) -> type[Any]:
         """A list, and two acts."""
 
-        class Described(self.target_class):  # type: ignore[name-defined]
-            pass
-
-        return extend_schema_view(
+        return _described(
+            self.target_class,
             list=extend_schema(
                 tags=["pauses"], responses={**LOOKED, 200: ours.PauseSerializer(many=True)}, filters=False
             ),
@@ -291,7 +284,7 @@ class PauseViews(OpenApiViewExtension):
             unpause=extend_schema(
                 tags=["pauses"], request=ours.UnpauseBody, responses={**ACTED, 200: ours.UnpausedSerializer}
             ),
-        )(Described)
+        )
 
 
 class StartBody(serializers.Serializer):
