@@ -544,6 +544,7 @@ def begin(
     """
     submission = None
     if input is not None or ctx.idempotency_key is not None:
+        # One without the other is refused where both are checked.
         submission = Submission(ctx.idempotency_key, input)  # type: ignore[arg-type]
     granted = insert(
         ctx.kind, submission, scope=ctx.scope, owner=make_owner("receipts"), lease_seconds=lease_seconds,
@@ -891,15 +892,14 @@ def job_uuid(job_id: object) -> UUID:
 
 def lease_length(value: object) -> float:
     """Seconds of a lease; `InvalidInput` for what is no length of time."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value <= LONGEST_LEASE:  # type: ignore[operator]
-        raise InvalidInput(
-            "lease_seconds",
-            value,
-            "is not a length of time",
-            f"Use more than 0 and at most {LONGEST_LEASE:,.0f} seconds.",
-        )
-    return float(value)  # type: ignore[arg-type]
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LONGEST_LEASE:
+        return float(value)
+    raise InvalidInput(
+        "lease_seconds",
+        value,
+        "is not a length of time",
+        f"Use more than 0 and at most {LONGEST_LEASE:,.0f} seconds.",
+    )
 
 
 def _amount(field: str, value: object) -> None:
