@@ -250,8 +250,15 @@ def test_due_begun_and_waiting_for_a_retry_is_unfinished_and_scheduled_is_not() 
     scheduled = image(make(State("pending", later=True), attempts=0, lease_epoch=0))
     kinds = ["tests.work"]
     assert not store.unfinished(None, kinds)
-    for state in (State("pending"), State("running"), State("expired"), State("retry", later=True)):
-        job_id = make(state)
+    fresh = {"attempts": 0, "lease_epoch": 0}
+    for state, columns in (
+        (State("pending"), fresh),
+        (State("pending", later=True), {}),
+        (State("running"), {}),
+        (State("expired"), {}),
+        (State("retry", later=True), {}),
+    ):
+        job_id = make(state, **columns)
         queue = image(job_id)["queue_name"]
         assert store.unfinished(None, kinds) and store.unfinished([queue, "z"], kinds), state
         assert not store.unfinished([scheduled["queue_name"]], kinds), state
