@@ -1061,7 +1061,7 @@ def test_a_file_that_was_locked_is_an_outage_even_if_it_is_free_again(
 
 
 def test_a_beat_saves_work_that_nobody_here_knows_as_well(
-    mender: Reconciler, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    mender: Reconciler, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A day after its lease ran out it would be parked; the owner comes back in between."""
     job = orphan("nobody.knows")
@@ -1075,6 +1075,7 @@ def test_a_beat_saves_work_that_nobody_here_knows_as_well(
     monkeypatch.setattr(store, "park_orphan", late)
     report = passes(mender, clock)
     assert (report.parked, report.errors, now(job).status) == (0, 0, "running")
+    assert not logged(caplog, "no_handler")
 
 
 def test_a_failure_to_publish_is_counted_and_changes_nothing(

@@ -12,7 +12,7 @@ from django.db import connection
 from durable_jobs import store
 from durable_jobs.jsontext import sha256
 from durable_jobs.models import Job, Scope, uuid7
-from durable_jobs.store import NewJob
+from durable_jobs.store import Beat, NewJob
 from tests.store.rows import (
     EPOCH,
     GRACE,
@@ -166,6 +166,30 @@ def test_limited_work_is_claimed_up_to_the_limit_of_the_call_and_of_the_kind() -
     answers = [store.claim_limited("w", 2, probe, HOME, [probe.kind], 3) for _ in range(3)]
     assert [(len(jobs), room) for jobs, room in answers] == [(2, 1), (1, 0), (0, 0)]  # type: ignore[misc]
     assert sum(image(job_id)["status"] == "running" for job_id in [first, *rest]) == 3
+
+
+def test_a_route_leads_to_work_that_can_be_claimed_and_nowhere_else() -> None:
+    for name, state in (("a", State("pending")), ("b", State("held")), ("c", State("retry")), ("d", State("running")),
+                        ("e", State("completed")), ("f", State("pending", later=True))):  # fmt: skip
+        make(state, queue_name=name)
+    routes = store.routes()
+    assert [(route.queue, route.due_in <= 0) for route in routes] == [("a", True), ("c", True), ("f", False)]
+    assert {(route.kind, route.priority) for route in routes} == {("tests.work", 5)}
+
+
+# --- beats ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changed", [{"owner": "somebody else"}, {"epoch": EPOCH + 1}, {"job_id": UUID(int=7)}]
+)
+def test_a_lease_is_lost_when_any_part_of_it_is_anothers(changed: dict[str, Any]) -> None:
+    """And the beat of one says nothing about the others that are sent with it."""
+    good, other = lease_on(make("running")), lease_on(make("running"))
+    foreign = replace(other, **changed)
+    beats = {lease.job_id: store.beat_many(lease.owner, [lease])[lease.job_id] for lease in (good, foreign)}
+    assert beats[good.job_id] == Beat(renewed=True, mine=True, cancel=False, paused=False)
+    assert (beats[foreign.job_id].renewed, beats[foreign.job_id].mine) == (False, False)
 
 
 # --- repair -----------------------------------------------------------------------------------------------
