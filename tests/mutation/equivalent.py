@@ -17,6 +17,9 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("receipts:_finalize", "10", "11"): "longer than any text that can be; it is cut afterwards",
     ("reconciler:Reconciler._announce_waiting", "<", "<="): MOMENT,
     ("reconciler:Reconciler._seen_before", "False", "None"): "asked for its truth alone",
+    ("reconciler:Reconciler.tick", "database.drop_broken(database.alias())", "pass"): (
+        "the write that begins the next pass makes a new connection as well"
+    ),
     ("reconciler:Reconciler._settle_cancels", "<=", "<"): MOMENT,
     ("reconciler:repair_once", "100", "101"): "how many rows are read at a time",
     ("reconciler:spacing", "16", "17"): "the power is cut far above the longest wait",
@@ -40,6 +43,13 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "asked of each row as well; here it spares the walk over a paused backlog",
     ("store:_DUE_SCOPES", "AND c.next_run_at IS NOT NULL", ""): NOT_NULL,
     ("store:_SETTLE", "<", "<="): MOMENT,
+    ("store:_ORPHANS", "<", "<="): MOMENT,
+    (
+        "store:_joining",
+        'connection.vendor == "postgresql"',
+        "False",
+    ): "a transaction of one statement instead of that statement",
+    ("store:_snippets.over", "<=", "<"): MOMENT,
     ("store:_snippets.strict", "AND status = 'running'", ""): AGAIN,
     ("store:_snippets.strict", "AND lease_owner = :owner", ""): AGAIN,
     ("store:_snippets.strict", "AND lease_epoch = :epoch", ""): AGAIN,

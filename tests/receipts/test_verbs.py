@@ -882,6 +882,29 @@ def test_a_hook_that_does_not_agree_rolls_everything_back(monkeypatch: pytest.Mo
         assert everything() == before
 
 
+def test_an_end_and_a_new_attempt_are_told_once_they_are_committed() -> None:
+    """B185: as whoever else ends or reopens a job; and not at all when it is rolled back."""
+    told: list[tuple[str, str]] = []
+    names = ("job_completed", "job_failed", "job_cancelled", "job_redriven")
+    hearers = {name: lambda job, name=name, **_: told.append((name, job.status)) for name in names}
+    for name, hearer in hearers.items():
+        getattr(signals, name).connect(hearer)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            complete_atomically(owned(), lambda _: str(1 / 0))
+        assert told == []
+        complete_atomically(owned(), lambda _: ship())
+        job = ended("failed")
+        ended("cancelled")
+        retry_atomically(job.id, context(job.idempotency_key), retain)
+    finally:
+        for name, hearer in hearers.items():
+            getattr(signals, name).disconnect(hearer)
+    assert told == [
+        ("job_completed", "completed"), ("job_failed", "failed"), ("job_cancelled", "cancelled"), ("job_redriven", "running"),
+    ]  # fmt: skip
+
+
 # --- borrowed transactions --------------------------------------------------------------------------------
 
 

@@ -117,6 +117,44 @@ def test_a_key_is_given_to_a_job_that_has_none_only() -> None:
     assert (image(keyless)["idempotency_key"], image(keyed)["idempotency_key"]) == ("new", "old")
 
 
+@pytest.mark.parametrize("stale", [{"seq": -1}, {"redrives": -1}])
+@pytest.mark.parametrize("options", [{}, {"early": False}, {"limit": store.Limit(("tests.work",), HOME, 0)}])
+def test_a_message_of_an_earlier_delivery_is_refused_for_good(
+    stale: dict[str, int], options: dict[str, Any]
+) -> None:
+    """Not "ask again": nobody will ever owe it anything (B38)."""
+    job_id = make("pending")
+    row = image(job_id)
+    seq, redrives = row["continuation_seq"], row["redrives"]
+    other = make("pending", continuation_seq=seq - 1, redrives=redrives - 1)
+    answer = store.claim(
+        job_id, seq + stale.get("seq", 0), redrives + stale.get("redrives", 0), "w", 30, **options
+    )
+    assert answer is None
+    assert {image(one)["status"] for one in (job_id, other)} == {"pending"}
+
+
+@pytest.mark.parametrize("state", ["running", "expired", "held", "completed", "paused"])
+def test_a_message_for_what_is_not_claimable_is_refused_for_good(state: str) -> None:
+    job_id = make("pending" if state == "paused" else state)
+    if state == "paused":
+        store.pause(reason="r", actor="a")
+    row = image(job_id)
+    assert store.claim(job_id, row["continuation_seq"], row["redrives"], "w", 30) is None
+    assert image(job_id) == row
+
+
+def test_a_message_that_comes_too_early_or_meets_a_full_kind_is_asked_to_come_again() -> None:
+    job_id = make(State("pending", later=True))
+    row = image(job_id)
+    delivery = (job_id, row["continuation_seq"], row["redrives"], "w", 30)
+    full = store.Limit(("tests.work",), HOME, 0)
+    assert store.claim(*delivery, early=False) is store.EARLY
+    assert store.claim(*delivery, limit=full) is store.FULL
+    assert store.claim(*delivery, limit=full, early=False) is store.EARLY
+    assert isinstance(store.claim(*delivery), Job)
+
+
 # --- a claim of limited work ----------------------------------------------------------------------------
 
 
