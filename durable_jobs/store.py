@@ -1006,11 +1006,6 @@ def _uuid(value: Any) -> UUID:
     return value if isinstance(value, UUID) else UUID(hex=value)
 
 
-def _moment(connection: BaseDatabaseWrapper, value: Any) -> datetime:
-    moment = value if isinstance(value, datetime) else datetime.fromisoformat(value)
-    return moment if moment.tzinfo else moment.replace(tzinfo=connection.timezone)
-
-
 def get(job_id: UUID) -> Job | None:
     """The row as it now is, whatever its scope."""
     connection = database.connection()
@@ -1065,8 +1060,7 @@ def insert(new: NewJob) -> Job | None:
     """
     using = database.alias()
     with _joining(using) as connection:
-        values = {name: value for name, value in asdict(new).items() if name not in ("created_by",)}
-        return _one(connection, _INSERT.run(connection, user=new.created_by, **values))
+        return _one(connection, _INSERT.run(connection, user=new.created_by, **_new_columns(new)))
 
 
 def insert_many(rows: Sequence[NewJob]) -> dict[UUID, Job]:
@@ -1487,7 +1481,7 @@ def dead_leases(owner: str) -> list[Orphan]:
 def _orphan(connection: BaseDatabaseWrapper, row: Sequence[Any]) -> Orphan:
     job_id, kind, tenant, organization, owner, epoch, expires, cancel, verdict, redrives, overdue, begun = row
     return Orphan(
-        _uuid(job_id), kind, tenant, organization, owner, epoch, _moment(connection, expires),
+        _uuid(job_id), kind, tenant, organization, owner, epoch, database.moment_of(connection, expires),
         bool(cancel), verdict, redrives, float(overdue), bool(begun),
     )  # fmt: skip
 
@@ -1569,18 +1563,11 @@ def redrive(
     BUSY when another live job holds the lock key: the index has the last word. None: not redrivable
     (or locked, or unrecoverable and not forced).
     """
-    connection = database.connection()
-    try:
-        with Atomic(connection.alias, savepoint=True, durable=False):
-            rows = _REDRIVE.run(
-                connection, id=job_id, **_in(scope), grace=grace, delay=delay, forced=forced, restart=restart,
-                failed_before=failed_before,
-            )  # fmt: skip
-            return _emptied(connection, _one(connection, rows))
-    except IntegrityError as error:
-        if "durable_jobs_one_live" not in str(error):
-            raise
-        return BUSY
+    answer = _taking(
+        _REDRIVE, id=job_id, **_in(scope), grace=grace, delay=delay, forced=forced, restart=restart,
+        failed_before=failed_before,
+    )  # fmt: skip
+    return _emptied(database.connection(), answer) if isinstance(answer, Job) else answer
 
 
 def settle(job_id: UUID, *, scope: Scope | None, grace: float) -> Job | None:
@@ -1645,8 +1632,7 @@ def insert_running(new: NewJob, owner: str, ttl: float) -> Job | None:
     Inside a transaction of the caller's. It may wait there for a rival that holds the same key.
     """
     connection = database.connection()
-    values = {name: value for name, value in asdict(new).items() if name != "created_by"}
-    if not _INSERT_RUNNING.run(connection, **values, owner=owner, ttl=ttl):
+    if not _INSERT_RUNNING.run(connection, **_new_columns(new), owner=owner, ttl=ttl):
         return None
     # A statement that waited has set its lease before the wait.
     return _one(connection, _EXTEND.run(connection, id=new.id, owner=owner, epoch=1, ttl=ttl))
@@ -1868,7 +1854,9 @@ def candidate_sizes(
         status=status or "", created=created, after_id=after_id, batch=limit, cap=cap,
     )  # fmt: skip
     return [
-        Sized(None if row_id is None else _uuid(row_id), int(size), _moment(connection, created_at))
+        Sized(
+            None if row_id is None else _uuid(row_id), int(size), database.moment_of(connection, created_at)
+        )
         for row_id, size, created_at in rows
     ]
 
@@ -2061,6 +2049,10 @@ def now_and_pauses() -> tuple[datetime, list[Pause]]:
 
 
 # --- parameters -----------------------------------------------------------------------------------------
+
+
+def _new_columns(new: NewJob) -> dict[str, Any]:
+    return {name: value for name, value in asdict(new).items() if name != "created_by"}
 
 
 def _named(lease: Lease) -> dict[str, Any]:
