@@ -784,10 +784,7 @@ class Loader:
 
 def _moment(value: Any, column: Any, connection: BaseDatabaseWrapper) -> datetime:
     """What Django's converter makes of it, without trying other forms first."""
-    moment = value if isinstance(value, datetime) else datetime.fromisoformat(value)
-    return (
-        moment if moment.tzinfo or connection.timezone is None else moment.replace(tzinfo=connection.timezone)
-    )
+    return moment_of(connection, value)
 
 
 _loaders: dict[tuple[str, str], Loader] = {}
