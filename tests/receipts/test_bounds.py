@@ -423,6 +423,16 @@ def test_what_a_context_may_read_is_bounded() -> None:
     context().consume(items=10**9, bytes=10**12)
 
 
+def test_what_is_not_named_is_not_charged() -> None:
+    ctx = context(limits=Limits(items=1, bytes=1))
+    for _ in range(3):
+        ctx.consume()
+    ctx.consume(bytes=1)
+    ctx.consume(items=1)
+    with pytest.raises(InvalidInput, match="used up"):
+        ctx.consume(items=1)
+
+
 @pytest.mark.parametrize("amount", [-1, -(10**9), 1.5, float("nan"), True, "3", None])
 def test_amounts_are_whole_and_never_negative(amount: Any) -> None:
     """A80, A94: nobody gives back what was not taken."""

@@ -19,6 +19,7 @@ from durable_jobs.exceptions import (
     InvalidInput,
     LeaseLostError,
     LockKeyHeld,
+    NotReclaimable,
 )
 from durable_jobs.jsontext import sha256
 from durable_jobs.models import Job, Scope, note_diagnostic
@@ -184,6 +185,26 @@ def test_after_a_stop_in_the_callback_no_hook_runs(verb: str) -> None:
     assert heard == [] and everything() == before
 
 
+@pytest.mark.parametrize("verb", ["complete", "retry"])
+def test_after_a_stop_neither_the_database_nor_the_callback_is_asked(
+    verb: str, django_assert_num_queries: Any
+) -> None:
+    job = ended("failed") if verb == "retry" else None
+    ctx = context(job.idempotency_key) if job else owned()
+    ctx.stop.set()
+    called: list[object] = []
+
+    def callback(given: object) -> str:
+        called.append(given)
+        return RECEIPT
+
+    with django_assert_num_queries(0):
+        refused = reason_of(
+            lambda: retry_atomically(job.id, ctx, callback) if job else complete_atomically(ctx, callback)
+        )
+    assert (refused, called) == ("the caller was asked to stop", [])
+
+
 @pytest.mark.parametrize("act", ["begin", "defer", "claim"])
 def test_a_context_that_is_over_is_told_so_before_anything_else(act: str) -> None:
     """A81: whose work it is, and whether it may run, is asked of a context that works."""
@@ -222,6 +243,21 @@ def test_a_coroutine_that_a_callback_returns_is_closed() -> None:
 
 
 # --- claims by hand ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [("running", "it is running and owned"), ("completed", "it is completed"), ("failed", "it is failed"),
+     ("pending", "it is pending"), ("retrying", "it is running"), ("cancelled", "it is cancelled")],
+)  # fmt: skip
+def test_who_may_not_take_a_job_is_told_what_it_is(status: str, words: str) -> None:
+    """A62: in words that tell a job that runs from one that only ran."""
+    job = make_job(status, scope=HOME)  # type: ignore[arg-type]
+    before = everything()
+    with pytest.raises(NotReclaimable) as refused:
+        receipts.take(job.id, scope=HOME, owner="me", lease_seconds=30)
+    assert refused.value.reason == words
+    assert everything() == before
 
 
 def test_the_holder_of_a_lock_key_is_named() -> None:
