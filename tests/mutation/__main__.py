@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.mutation.equivalent import reason_of
+from tests.mutation.equivalent import EQUIVALENT, key_of, reason_of
 from tests.mutation.patching import patch
 from tests.mutation.reach import PACKAGE, Reach
 from tests.mutation.session import Tests, say, vendor
@@ -82,6 +82,9 @@ class Run:
             mutant for module in MODULES for mutant in mutants_of(PACKAGE / f"{module}.py", module)
             if self.options.module in ("", module)
         ]  # fmt: skip
+        if not self.options.module:
+            for gone in EQUIVALENT.keys() - {key_of(mutant) for mutant in every}:
+                say(f"tests/mutation/equivalent.py explains what is no mutant any more: {gone}")
         # Each has a place of its own, whatever else comes and goes in the code.
         every.sort(key=lambda mutant: hashlib.sha256(f"{self.options.seed} {mutant.id}".encode()).digest())
         if self.options.sample:
