@@ -236,7 +236,7 @@ class Consumer:
     def _announce_next(self, kind: Kind, scope: Scope) -> None:
         """A job of a limited kind has made room: the messages of those that wait may be gone."""
         for route in sorted(store.routes(), key=lambda route: -route.priority):
-            if route.kind not in (kind.name, *kind.aliases) or route.due_in > 0:
+            if route.kind not in kind.all_names or route.due_in > 0:
                 continue
             due = store.announce(route, reach=0.0, ttl=SETTLED_SECONDS, limit=1, scope=scope, counted=False)
             if due:

@@ -142,7 +142,7 @@ def _quiet(now: datetime) -> Q:
     for kind in kinds.all_kinds():
         longest = min(config.STALLED_AFTER, kind.max_slice_seconds)
         if longest != usual:
-            others.setdefault(longest, []).extend((kind.name, *kind.aliases))
+            others.setdefault(longest, []).extend(kind.all_names)
     condition = since(usual)
     if others:
         condition &= ~Q(kind__in=[name for names in others.values() for name in names])
@@ -235,7 +235,7 @@ def _running_of_its_kind(job: Job) -> int | None:
     kind = kinds.find(job.kind)
     if kind is None or kind.max_running is None or job.next_run_at is None:
         return None
-    return store.running_of_kind((kind.name, *kind.aliases), job.scope)
+    return store.running_of_kind(kind.all_names, job.scope)
 
 
 def live_workers(now: datetime) -> list[WorkerProcess]:
@@ -250,7 +250,7 @@ def serves(worker: WorkerProcess, queue: str, kind: str = "") -> bool:
     A worker of all kinds says nothing of those that its code lacks.
     """
     known = kinds.find(kind) if kind else None
-    names = {kind, *((known.name, *known.aliases) if known else ())}
+    names = {kind, *(known.all_names if known else ())}
     return _has_one(worker.queue_names, {queue}) and (not kind or _has_one(worker.kind_names, names))
 
 

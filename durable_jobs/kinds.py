@@ -345,6 +345,11 @@ class Kind:
     """Permissions (`"app_label.codename"`) that an operator needs besides the general ones."""
 
     @property
+    def all_names(self) -> tuple[str, ...]:
+        """Its name and its aliases: what rows of this kind may carry."""
+        return (self.name, *self.aliases)
+
+    @property
     def queue(self) -> str:
         """The queue that jobs of this kind wait in; a kind names its own with `queue = "imports"`."""
         return config.DEFAULT_QUEUE
@@ -469,7 +474,7 @@ def register(kind_class: _KindClass) -> _KindClass:
     if apps.models_ready:
         for fault in _faults_of_mirror(kind):
             raise _invalid(kind, fault)
-    taken = [name for name in (kind.name, *kind.aliases) if name in _kinds]
+    taken = [name for name in kind.all_names if name in _kinds]
     for name in taken:
         raise _invalid(
             kind,
@@ -480,7 +485,7 @@ def register(kind_class: _KindClass) -> _KindClass:
                 "Give each kind a name of its own, and take the name out of the other kind's aliases.",
             ),
         )
-    _kinds.update(dict.fromkeys((kind.name, *kind.aliases), kind))
+    _kinds.update(dict.fromkeys(kind.all_names, kind))
     return kind_class
 
 

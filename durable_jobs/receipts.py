@@ -710,7 +710,7 @@ def capacities(kind: str, scope: Scope, max_running: int | None) -> tuple[Capaci
     most = min((bound for bound in (given, own) if bound is not None), default=None)
     if most is None:
         return ()
-    names = (known.name, *known.aliases) if known is not None else (kind,)
+    names = known.all_names if known is not None else (kind,)
     return (Capacity(names, scope, most),)
 
 

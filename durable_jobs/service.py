@@ -199,7 +199,7 @@ def _begun(kind: Kind, key: str | None, scope: Scope, facts: dict[str, Any]) -> 
     """The job that this request has started before."""
     if key is None:
         return None
-    found = (store.by_idempotency_key(name, key, scope) for name in (kind.name, *kind.aliases))
+    found = (store.by_idempotency_key(name, key, scope) for name in kind.all_names)
     job = next((job for job in found if job is not None), None)
     if job is None:
         return None

@@ -1825,7 +1825,7 @@ def limit_of(kind: Kind, scope: Scope) -> Limit | None:
     """The limit of a kind in a scope; None: as many as there are."""
     if kind.max_running is None:
         return None
-    return Limit((kind.name, *kind.aliases), scope, kind.max_running)
+    return Limit(kind.all_names, scope, kind.max_running)
 
 
 def _scope_key(scope: Scope) -> str:

@@ -65,10 +65,7 @@ def may_act_on(request: HttpRequest, kind: Kind | None) -> bool:
 def closed_kinds(request: HttpRequest) -> tuple[str, ...]:
     """The names of the kinds whose own permissions the user lacks."""
     return tuple(
-        name
-        for kind in kinds.all_kinds()
-        if not may_act_on(request, kind)
-        for name in (kind.name, *kind.aliases)
+        name for kind in kinds.all_kinds() if not may_act_on(request, kind) for name in kind.all_names
     )
 
 

@@ -97,7 +97,7 @@ class DurableJobsBackend(BaseTaskBackend):
 
         job = service.get(result_id, scope=service.ALL_SCOPES)
         kind = self.kind()
-        if job is None or job.kind not in (kind.name, *kind.aliases) or job.input["backend"] != self.alias:
+        if job is None or job.kind not in kind.all_names or job.input["backend"] != self.alias:
             raise TaskResultDoesNotExist(result_id)
         return kinds_of_tasks.result_of(job)
 

@@ -384,8 +384,8 @@ class Claimer:
         """The kinds to claim, by each name that rows may carry."""
         known = {}
         for kind in kinds.all_kinds():
-            if self._kind_names is None or self._kind_names.intersection((kind.name, *kind.aliases)):
-                known.update(dict.fromkeys((kind.name, *kind.aliases), kind))
+            if self._kind_names is None or self._kind_names.intersection(kind.all_names):
+                known.update(dict.fromkeys(kind.all_names, kind))
         return known
 
     @property
@@ -494,7 +494,7 @@ class Claimer:
         self, kind: kinds.Kind, probe: Probe, scope: Scope, limit: int, suspects: bool
     ) -> list[Claimed]:
         assert kind.max_running is not None
-        names = (kind.name, *kind.aliases)
+        names = kind.all_names
         answer = store.claim_limited(
             self.owner, limit, probe, scope, names, kind.max_running, suspects=suspects
         )

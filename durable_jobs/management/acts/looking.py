@@ -179,7 +179,7 @@ class Kinds(Act):
             ["kind", "queue", "worker lost", "failures", "lease", "description"],
             [
                 (
-                    ", also ".join((kind.name, *kind.aliases)), kind.queue, kind.orphan_policy, kind.retry.failures,
+                    ", also ".join(kind.all_names), kind.queue, kind.orphan_policy, kind.retry.failures,
                     f"{kind.lease_seconds:g} s", str(kind.description),
                 )
                 for kind in registered
