@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -34,11 +35,13 @@ from durable_jobs.receipts import (
 )
 from durable_jobs.testing import make_job, register_for_test
 from tests.receipts import acts
-from tests.receipts.acts import HOME, RECEIPT, age, context, ended, everything, expired, job_of, owned, ship
+from tests.receipts.acts import HOME, RECEIPT, age, ended, everything, expired, job_of, ship
 from tests.store import rows
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
+context = partial(acts.context, seconds=120)
+owned = partial(acts.owned, seconds=120, lease_seconds=120)
 FAILED = AttemptOutcome("failed", "no route")
 
 
