@@ -77,7 +77,10 @@ class Tests:
         )
         self._play([first], first_failure=True)
         self._database.keep()
-        self._act(self)
+        try:
+            self._act(self)
+        finally:
+            self._database.remove()
         return True
 
     def run(
@@ -158,7 +161,9 @@ class Database:
         if vendor() == "sqlite":
             shutil.copy(self._own, self._template)
         else:
-            self._on_the_server("ALTER DATABASE {own} RENAME TO {template}")
+            self._on_the_server(
+                "DROP DATABASE IF EXISTS {template}", "ALTER DATABASE {own} RENAME TO {template}"
+            )
 
     def restore(self) -> None:
         if vendor() == "sqlite":
@@ -168,6 +173,13 @@ class Database:
         else:
             self._on_the_server(
                 "DROP DATABASE IF EXISTS {own} WITH (FORCE)", "CREATE DATABASE {own} TEMPLATE {template}"
+            )
+
+    def remove(self) -> None:
+        """Leave nothing on the server that a next run would trip over."""
+        if vendor() == "postgresql":
+            self._on_the_server(
+                "DROP DATABASE IF EXISTS {own} WITH (FORCE)", "DROP DATABASE IF EXISTS {template}"
             )
 
     def _on_the_server(self, *statements: str) -> None:
