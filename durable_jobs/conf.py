@@ -183,8 +183,11 @@ class Config:
     PREFETCH = Setting(
         128, whole(0, 1_000), "Jobs that a worker claims ahead, at most, of kinds that end at once; 0: none."
     )
-    GROUP_COMMIT = Setting(
-        True, true_or_false, "Whether jobs of kinds without hooks that end together share a transaction."
+    GROUP_COMMIT = Setting(True, true_or_false, "Whether jobs that end together share a transaction.")
+    GROUP_HOOKS = Setting(
+        True,
+        true_or_false,
+        "Whether kinds with a mirror or a quick `on_transition` take part in GROUP_COMMIT.",
     )
     DIRECT_STATEMENTS = Setting(
         True, true_or_false, "Whether a worker's own statements go past Django's cursors to the driver's."

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from uuid import UUID
 
 from django import forms
 from django.apps import AppConfig, apps
@@ -206,6 +207,39 @@ class StatusMirror:
     def on_redrive(self, job: Job) -> HookAnswer:
         """Open the row again: from failed, or from a row that never noticed the job's end."""
         return self._write(job, self.redriven, (*self.open, self.failed, self.redriven))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether many rows can be written as one by one: no subclass has its own way, and one table holds them."""
+        if type(self) is not StatusMirror:
+            return False
+        try:
+            model = self._model()
+            table = model._meta.get_field(self.field).model
+        except (LookupError, ValueError, FieldDoesNotExist):
+            return False
+        return table._meta.concrete_model is model._meta.concrete_model
+
+    def lock_open(self, jobs: Sequence[Job]) -> dict[UUID, Any]:
+        """The keys of those rows that may become `completed`, by the job's id, locked; it waits for none."""
+        model: Any = self._model()
+        wanted = {
+            job.id: model._meta.pk.to_python(job.subject_id)
+            for job in jobs
+            if job.subject_id is not None and self._is_row_of_model(job.subject_type)
+        }
+        rows = model._base_manager.using(database.alias())
+        found = rows.filter(
+            pk__in=set(wanted.values()), **{f"{self.field}__in": (*self.open, self.completed)}
+        )
+        locked = set(found.select_for_update(skip_locked=True, no_key=True).values_list("pk", flat=True))
+        return {job_id: key for job_id, key in wanted.items() if key in locked}
+
+    def write_completed(self, keys: Sequence[Any]) -> None:
+        """Write the target of a completion into these rows, which are locked and open."""
+        if keys:
+            rows = self._model()._base_manager.using(database.alias())
+            rows.filter(pk__in=keys).update(**{self.field: self.completed})
 
     def check_subject(self, subject_type: str | None) -> None:
         """Refuse with `InvalidInput` a subject (its label) that is not a row of the mirror's model."""

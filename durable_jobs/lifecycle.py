@@ -7,18 +7,25 @@ is rolled back, and the failure is counted on the row.
 
 from __future__ import annotations
 
+import enum
 import logging
+import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from contextvars import Context
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 from uuid import UUID
 
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import TransactionManagementError
 from django.dispatch import Signal
 
 from durable_jobs import database, signals, store
+from durable_jobs.conf import config
 from durable_jobs.exceptions import DomainMirrorMismatch, ErrorFacts, HookFailed, describe
 from durable_jobs.kinds import ROW_GONE, Kind, overrides
 from durable_jobs.logs import log
@@ -27,9 +34,19 @@ from durable_jobs.store import NO_COUNTS, Counts, Lease, Orphan
 
 MIRROR_STUCK_AFTER = 3
 """Failed hooks after which a job counts as stuck (`job_mirror_stuck`)."""
+QUICK_HOOK_SECONDS = 0.005
+"""A hook that takes no longer, by what it took lately, may run in a transaction with others."""
+SHARED_SECONDS = 0.025
+"""So long hooks go on in one transaction; the rest have the next one."""
+ALONE_SECONDS = 5.0
+"""Seconds for which a kind ends its jobs alone after one of its hooks did not go through with others."""
+
+PACE_WEIGHT = 0.1
 
 Transition = Callable[[], Job | None]
 Record = Callable[[Job], None]
+Callback = tuple[Callable[[], Any], bool]
+"""What is called after a commit, and whether its error keeps nothing from the next ones."""
 
 _SIGNALS: dict[str, Signal] = {
     Status.COMPLETED: signals.job_completed,
@@ -43,29 +60,198 @@ def complete(kind: Kind, lease: Lease, result: str | None, counts: Counts = NO_C
     return _end(kind, lambda: store.complete(lease, result, counts), "job_completed")
 
 
-def is_plain(kind: Kind) -> bool:
-    """Whether a completion of this kind changes its row and nothing else, and tells nobody but the log."""
-    return _has_no_hooks(kind) and not (
-        signals.job_completed.receivers and signals.job_completed.has_listeners(kind.name)
-    )
+class Share(enum.Enum):
+    """How the completions of a kind may share a transaction."""
+
+    PLAIN = "plain"
+    """Its row changes and nothing else, and nobody is told but the log."""
+    TOLD = "told"
+    """Its row changes and nothing else; others are told afterwards."""
+    MIRRORED = "mirrored"
+    """The project's rows change with it, as a `StatusMirror` says: many in one statement."""
+    HOOKED = "hooked"
+    """Its `on_transition` runs, in a savepoint of its own (SQLite)."""
+    ALONE = "alone"
+
+
+def share_of(kind: Kind) -> Share:
+    """How a completion of this kind may share a transaction, for now."""
+    share = _declared_share(kind)
+    if share is Share.PLAIN:
+        heard = signals.job_completed.receivers and signals.job_completed.has_listeners(kind.name)
+        return Share.TOLD if heard else share
+    if share is Share.TOLD:
+        return share
+    if not config.GROUP_HOOKS or time.monotonic() < _alone_until.get(kind.name, 0.0):
+        return Share.ALONE
+    if share is Share.HOOKED and not _may_hooks_share(kind):
+        return Share.ALONE
+    return share
+
+
+def _may_hooks_share(kind: Kind) -> bool:
+    """Where rows are locked (PostgreSQL), the many locks of such a transaction could close a circle of waiting with
+    the project's own; and a savepoint costs as many trips as a transaction there."""
+    quick = _hook_seconds.get(kind.name, math.inf) <= QUICK_HOOK_SECONDS
+    return quick and database.connection().vendor == "sqlite"
 
 
 @lru_cache(maxsize=1000)
-def _has_no_hooks(kind: Kind) -> bool:
-    return not kind.has_transition_hook and not overrides(kind, "after_transition")
+def _declared_share(kind: Kind) -> Share:
+    if overrides(kind, "on_transition"):
+        return Share.HOOKED
+    if kind.mirror is not None:
+        return Share.MIRRORED if kind.mirror.is_plain else Share.HOOKED
+    return Share.TOLD if overrides(kind, "after_transition") else Share.PLAIN
 
 
-def complete_many(owner: str, ended: Sequence[tuple[Lease, str | None]]) -> set[UUID]:
-    """running → completed for jobs of plain kinds, in the open transaction; the ids of those that were.
+_hook_seconds: dict[str, float] = {}
+"""What `on_transition` of a kind takes, by what it took lately."""
+_alone_until: dict[str, float] = {}
 
-    After the commit call `tell_completed` for each. The others are completed singly.
+
+@dataclass(eq=False)
+class Ending:
+    """A job that is to be completed in a transaction with others."""
+
+    kind: Kind
+    job: Job
+    """As it was claimed."""
+    lease: Lease
+    result: str | None
+    share: Share
+    context: Context | None = None
+    """Where its step ran, and its hook runs."""
+    done: bool = False
+    """Whether the transaction completes it; else it is to be completed alone."""
+    put_off: bool = False
+    """Whether there was no time for it: it may share the next transaction."""
+    row: Job | None = None
+    """As the completion leaves it; None for a plain one."""
+    callbacks: list[Callback] = field(default_factory=list)
+    """What its hook wants called after the commit."""
+
+    @property
+    def pair(self) -> tuple[Lease, str | None]:
+        return self.lease, self.result
+
+    def reset(self) -> None:
+        """Nothing has been tried, or all of it was rolled back."""
+        self.done = self.put_off = False
+        self.row, self.callbacks = None, []
+
+
+def complete_many(owner: str, endings: Sequence[Ending]) -> None:
+    """running → completed, in the open transaction, for those endings that are then `done`.
+
+    It waits for no row; what does not go is left as it was. After the commit call `tell_completed` for each.
     """
-    return store.complete_many(owner, ended)
+    by_share: dict[Share, list[Ending]] = {share: [] for share in Share}
+    for ending in endings:
+        ending.reset()
+        by_share[ending.share].append(ending)
+    if plain := by_share[Share.PLAIN]:
+        completed = store.complete_many(owner, [ending.pair for ending in plain])
+        for ending in plain:
+            ending.done = ending.job.id in completed
+    if told := by_share[Share.TOLD]:
+        _complete_whole(owner, told)
+    for kind in dict.fromkeys(ending.kind for ending in by_share[Share.MIRRORED]):
+        _complete_mirrored(owner, kind, [one for one in by_share[Share.MIRRORED] if one.kind is kind])
+    if hooked := by_share[Share.HOOKED]:
+        _complete_hooked(hooked)
 
 
-def tell_completed(job: Job) -> None:
-    """What follows the commit of a plain completion; `job` is the row as it was claimed."""
-    log("job_completed", job)
+def _complete_whole(owner: str, endings: Sequence[Ending]) -> None:
+    rows = store.complete_many_whole(owner, [ending.pair for ending in endings])
+    for ending in endings:
+        ending.row = rows.get(ending.job.id)
+        ending.done = ending.row is not None
+
+
+def _complete_mirrored(owner: str, kind: Kind, endings: Sequence[Ending]) -> None:
+    """The project's rows first: those that somebody has locked, or that do not agree, are left for their own end."""
+    mirror = kind.mirror
+    assert mirror is not None
+    try:
+        with database.joined(database.alias()):
+            open_ = mirror.lock_open([ending.job for ending in endings])
+            ready = [ending for ending in endings if ending.job.id in open_]
+            if ready:
+                _complete_whole(owner, ready)
+                mirror.write_completed([open_[ending.job.id] for ending in ready if ending.done])
+    except Exception as error:
+        if _is_gone(error):
+            raise
+        for ending in endings:
+            ending.done = False
+        leave_alone(kind, error)
+
+
+def _complete_hooked(endings: Sequence[Ending]) -> None:
+    """One after the other, each with its hook in a savepoint, until the time for one transaction is over."""
+    connection = connections[database.alias()]
+    until = time.monotonic() + SHARED_SECONDS
+    alone: set[str] = set()
+    depth = len(connection.atomic_blocks)
+    for ending in endings:
+        if ending.kind.name in alone:
+            continue
+        if time.monotonic() >= until and ending is not endings[0]:
+            ending.put_off = True
+            continue
+        registered = len(connection.run_on_commit)
+        try:
+            (ending.context or Context()).run(_complete_with_hook, ending)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if _is_gone(error) or len(connection.atomic_blocks) != depth:
+                raise
+            leave_alone(ending.kind, error)
+            alone.add(ending.kind.name)
+            del connection.run_on_commit[registered:]
+            continue
+        registered_by_hook: Any = connection.run_on_commit[registered:]
+        ending.callbacks = [(call, robust) for _, call, robust in registered_by_hook]
+        del connection.run_on_commit[registered:]
+        if len(connection.atomic_blocks) != depth:
+            raise TransactionManagementError(f"{ending.kind.name}.on_transition left a transaction open.")
+        ending.done = ending.row is not None
+
+
+def _complete_with_hook(ending: Ending) -> None:
+    with database.joined(database.alias()):
+        ending.row = store.complete(*ending.pair)
+        if ending.row is not None:
+            _run_hooks(ending.kind, ending.row)
+
+
+def _is_gone(error: BaseException) -> bool:
+    """Whether the transaction went with it: nobody else in it can go on."""
+    connection = connections[database.alias()]
+    return database.is_outage(error) and not connection.is_usable()
+
+
+def leave_alone(kind: Kind, error: BaseException) -> None:
+    """Let jobs of this kind end alone for a while: there a failure is told, counted and repeated as it should be."""
+    _alone_until[kind.name] = time.monotonic() + ALONE_SECONDS
+    log("ends_alone", level=logging.DEBUG, kind=kind.name, problem=f"{type(error).__name__}: {error}"[:200])
+
+
+def tell_completed(ending: Ending) -> None:
+    """What follows the commit of a completion with others."""
+    if ending.row is None:
+        log("job_completed", ending.job)
+        return
+    for call, robust in ending.callbacks:
+        try:
+            call()
+        except Exception as error:
+            log("commit_callback_failed", ending.row, level=logging.ERROR, error=error)
+            if not robust:
+                break
+    _after_end(ending.kind, ending.row, "job_completed")
 
 
 def fail(
@@ -267,7 +453,11 @@ def _run_hooks(kind: Kind, job: Job) -> None:
     if job.status == Status.CANCELLED:
         kind.on_cancel(job)
     if kind.has_transition_hook:
-        _require_agreement(job, kind.on_transition(job), "on_transition")
+        began = time.monotonic()
+        answer = kind.on_transition(job)
+        took, name = time.monotonic() - began, kind.name
+        _hook_seconds[name] = took + (1 - PACE_WEIGHT) * (_hook_seconds.get(name, took) - took)
+        _require_agreement(job, answer, "on_transition")
 
 
 def _run_redrive_hook(kind: Kind, job: Job) -> None:

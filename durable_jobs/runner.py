@@ -12,8 +12,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import Context
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -45,6 +46,7 @@ from durable_jobs.exceptions import (
 )
 from durable_jobs.keeper import Hold, Keeper
 from durable_jobs.kinds import KEEP, Cancelled, Done, Kind, Sentinel, Yield
+from durable_jobs.lifecycle import Share
 from durable_jobs.logs import log
 from durable_jobs.models import Job, Scope, Status
 from durable_jobs.store import Answer, Counts, Lease
@@ -454,15 +456,20 @@ def run_slice(
 
 
 def begin_slice(
-    job: Job, hold: Hold, keeper: Keeper, draining: threading.Event | None = None, *, grouped: bool
+    job: Job,
+    hold: Hold,
+    keeper: Keeper,
+    draining: threading.Event | None = None,
+    *,
+    grouped: bool,
+    context: Context | None = None,
 ) -> SliceResult | Finished:
-    """As `run_slice`, under a lease that is held already; with `grouped`, of a plain kind, all but its end.
+    """As `run_slice`, under a lease that is held already; with `grouped`, of a kind that allows it, all but its end.
 
-    What it then answers is still held, and waits to be completed, together with others or alone. Where somebody
-    observes slices, he is told of their outcomes, and none is put off.
+    What it then answers is still held, and waits to be completed, together with others or alone. `context` is the
+    one that this call runs in: what follows runs there, too.
     """
-    grouped = grouped and not observers
-    slice = _Slice(_kind_of(job), job, hold, keeper, draining, None, grouped=grouped)
+    slice = _Slice(_kind_of(job), job, hold, keeper, draining, None, grouped=grouped, context=context)
     result = slice.run_whole()
     return result if slice.finished is None else slice.finished
 
@@ -477,12 +484,14 @@ def _kind_of(job: Job) -> Kind:
 class Finished:
     """A slice whose step is done; what is missing is that its job is completed. The lease is held until then."""
 
-    def __init__(self, slice: _Slice, result: str | None) -> None:
+    def __init__(self, slice: _Slice, ending: lifecycle.Ending) -> None:
         self._slice = slice
-        self.lease = slice.lease
-        self.result = result
+        self.ending = ending
+        self.is_committed = False
+        """Whether it was completed with others; what follows that is to be told."""
         self.is_over = False
         """Whether its end has been told, or it was completed alone."""
+        self._watched: Callable[[SliceResult], None] | None = None
 
     @property
     def is_wanted(self) -> bool:
@@ -494,27 +503,40 @@ class Finished:
         """A batch with it has failed, and may have been committed all the same: look at the row before a loss is told."""
         self._slice.retried = True
 
-    def tell(self) -> None:
-        """Its completion has been committed: let the lease go, and say so."""
-        self.is_over = True
+    def committed(self) -> bool:
+        """Its completion has been committed with others: let the lease go; whether more is to be told than the log."""
+        self.is_committed = True
         self._slice.let_go_of_lease()
-        lifecycle.tell_completed(self._slice.job)
+        return self.ending.share is not Share.PLAIN
+
+    def tell(self) -> None:
+        """What follows that commit, in the context of its step."""
+        self.is_over = True
+        try:
+            lifecycle.tell_completed(self.ending)
+        finally:
+            self._tell_watchers(SliceResult(Outcome.COMPLETED, self.ending.row))
 
     def complete(self) -> SliceResult:
         """Complete it alone, as `run_slice` does: wait for its row, or find out whose it is."""
         self.is_over = True
-        return self._slice.finish(self.result)
+        result = self._slice.finish(self.ending.result)
+        self._tell_watchers(result)
+        return result
+
+    def watch(self, tell: Callable[[SliceResult], None]) -> None:
+        """Call this with its result, in the context of its step."""
+        self._watched = tell
+
+    def _tell_watchers(self, result: SliceResult) -> None:
+        if self._watched is not None:
+            self._watched(result)
 
 
-def _observed(kind: Kind, job: Job, run: Callable[[], SliceResult]) -> SliceResult:
-    if not observers:
-        return run()
-    with ExitStack() as entered:
-        told = [entered.enter_context(observe(kind, job)) for observe in observers]
-        result = run()
+def _tell_all(told: Sequence[Callable[[SliceResult], None]], entered: ExitStack, result: SliceResult) -> None:
+    with entered:
         for tell in told:
             tell(result)
-    return result
 
 
 class _Slice:
@@ -530,10 +552,12 @@ class _Slice:
         on_commit: Callable[[], None] | None,
         *,
         grouped: bool = False,
+        context: Context | None = None,
     ) -> None:
         self.kind, self.job, self.hold, self.lease = kind, job, hold, hold.lease
         self.keeper = keeper
         self.grouped = grouped
+        self.context = context
         self.finished: Finished | None = None
         self.patient = keeper is not None
         self.draining = draining
@@ -551,10 +575,22 @@ class _Slice:
         if self.draining is not None and self.draining.is_set():
             self.hold.ask_to_stop()
         try:
-            return _observed(self.kind, self.job, partial(self._guarded, self._run))
+            return self._observed()
         finally:
             if self.finished is None:
                 self.let_go_of_lease()
+
+    def _observed(self) -> SliceResult:
+        if not observers:
+            return self._guarded(self._run)
+        with ExitStack() as entered:
+            told = [entered.enter_context(observe(self.kind, self.job)) for observe in observers]
+            result = self._guarded(self._run)
+            if self.finished is not None:
+                self.finished.watch(partial(_tell_all, told, entered.pop_all()))
+            else:
+                _tell_all(told, entered.pop_all(), result)
+        return result
 
     def finish(self, result: str | None) -> SliceResult:
         try:
@@ -751,9 +787,14 @@ class _Slice:
                 text = jsontext.encode(result, field="result", limit=config.MAX_RESULT_BYTES)
             except InvalidInput as error:
                 return self._refuse("bad_result", str(error))
-        if self.grouped and self.ctx.unwritten() is store.NO_COUNTS and lifecycle.is_plain(self.kind):
-            self.finished = Finished(self, text)
-            return SliceResult(Outcome.COMPLETED)
+        if self.grouped and self.ctx.unwritten() is store.NO_COUNTS:
+            share = lifecycle.share_of(self.kind)
+            if share is Share.PLAIN and observers:
+                share = Share.TOLD
+            if share is not Share.ALONE:
+                ending = lifecycle.Ending(self.kind, self.job, self.lease, text, share, self.context)
+                self.finished = Finished(self, ending)
+                return SliceResult(Outcome.COMPLETED)
         return self._write_completion(text)
 
     def _write_completion(self, text: str | None) -> SliceResult:

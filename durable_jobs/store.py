@@ -589,8 +589,7 @@ _COMPLETE = _statement("""
         error_code = NULL, error_type = NULL, error_message = NULL, {counts}
     WHERE {owned} AND verdict IS NULL RETURNING {columns}""")
 # On PostgreSQL all at once, and waiting for none; on SQLite, where nobody else can hold one, row by row.
-_COMPLETE_MANY = _statement(
-    """
+_COMPLETED_TOGETHER = """
     WITH mine AS MATERIALIZED (
         SELECT * FROM unnest(:ids, :epochs, :results) AS m(mine_id, mine_epoch, mine_result)),
     locked AS MATERIALIZED (
@@ -600,11 +599,14 @@ _COMPLETE_MANY = _statement(
         ORDER BY {job}.id FOR NO KEY UPDATE OF {job} SKIP LOCKED)
     UPDATE {job} SET status = 'completed', {end}, {begun}, result = locked.mine_result, error_class = NULL,
         error_code = NULL, error_type = NULL, error_message = NULL
-    FROM locked WHERE {job}.id = locked.locked_id RETURNING {job}.id""",
-    """
+    FROM locked WHERE {job}.id = locked.locked_id"""
+_COMPLETED_IN_TURN = """
     UPDATE {job} SET status = 'completed', {end}, {begun}, result = :result, error_class = NULL,
         error_code = NULL, error_type = NULL, error_message = NULL
-    WHERE {owned} AND verdict IS NULL""",
+    WHERE {owned} AND verdict IS NULL"""
+_COMPLETE_MANY = _statement(f"{_COMPLETED_TOGETHER} RETURNING {{job}}.id", _COMPLETED_IN_TURN)
+_COMPLETE_MANY_WHOLE = _statement(
+    f"{_COMPLETED_TOGETHER} RETURNING {{columns}}", f"{_COMPLETED_IN_TURN} RETURNING {{columns}}"
 )
 # By epoch alone: the failing path has let the lease go before it decides.
 _FAIL_TERMINAL = _statement("""
@@ -1387,15 +1389,31 @@ def complete_many(owner: str, ended: Sequence[tuple[Lease, str | None]]) -> set[
         rows = [{**_named(lease), "result": result, "mirrored": True} for lease, result in ended]
         hits = _COMPLETE_MANY.count_each(connection, rows)
         return {lease.job_id for (lease, _), hit in zip(ended, hits, strict=True) if hit}
-    found = _COMPLETE_MANY.run(
-        connection,
-        owner=owner,
-        ids=[lease.job_id for lease, _ in ended],
-        epochs=[lease.epoch for lease, _ in ended],
-        results=[result for _, result in ended],
-        mirrored=True,
-    )
-    return {_uuid(row[0]) for row in found}
+    return {_uuid(row[0]) for row in _COMPLETE_MANY.run(connection, **_together(owner, ended))}
+
+
+def complete_many_whole(owner: str, ended: Sequence[tuple[Lease, str | None]]) -> dict[UUID, Job]:
+    """running → completed, as `complete_many`; answers the rows as it left them, by id."""
+    connection = database.connection()
+    if connection.vendor == "sqlite":
+        rows = [
+            row
+            for lease, result in ended
+            for row in _COMPLETE_MANY_WHOLE.run(connection, **_named(lease), result=result, mirrored=True)
+        ]
+    else:
+        rows = _COMPLETE_MANY_WHOLE.run(connection, **_together(owner, ended))
+    return {job.id: job for job in _jobs(connection, rows)}
+
+
+def _together(owner: str, ended: Sequence[tuple[Lease, str | None]]) -> dict[str, Any]:
+    return {
+        "owner": owner,
+        "ids": [lease.job_id for lease, _ in ended],
+        "epochs": [lease.epoch for lease, _ in ended],
+        "results": [result for _, result in ended],
+        "mirrored": True,
+    }
 
 
 def fail_terminal(

@@ -35,6 +35,7 @@ from durable_jobs import database, kinds, lifecycle, store, transports
 from durable_jobs.conf import MANUAL_QUEUE, config
 from durable_jobs.exceptions import where_kinds_are_found
 from durable_jobs.keeper import Hold, Keeper
+from durable_jobs.lifecycle import Share
 from durable_jobs.logs import tell
 from durable_jobs.models import CancelRequest, Job, JobEvent, Pause, WorkerProcess
 from durable_jobs.outage import Outage
@@ -88,6 +89,8 @@ class Task:
     begun: bool = False
     finished: Finished | None = None
     since: float = field(default_factory=time.monotonic)
+    context: contextvars.Context = field(default_factory=contextvars.Context)
+    """Of its own: what a step sets (language, time zone, variables) ends with it."""
 
     @property
     def lease(self) -> Lease:
@@ -295,6 +298,9 @@ class Worker:
         ended = self._take_ended()
         free = self.concurrency - len(self._running())
         ahead, quick = self._room_ahead(free)
+        if self._ended:
+            # More ends wait than one transaction takes: no others are begun before they are through.
+            free, ahead = min(free, 0), 0
         if free + ahead < 1:
             self._complete(ended)
             return False
@@ -383,32 +389,66 @@ class Worker:
         """Complete these jobs in one transaction, with `and_then` in it; what does not go is completed singly."""
         if not ended:
             return
-        together = [task for task in ended if task.finished is not None and task.finished.is_wanted]
-        pairs = [(task.finished.lease, task.finished.result) for task in together if task.finished]
-        unit = database.statement if and_then is None else database.transaction
+        finished = [task.finished for task in ended if task.finished is not None]
+        wanted = [one for one in finished if one.is_wanted]
+        endings = [one.ending for one in wanted]
+        is_plain = all(ending.share is Share.PLAIN for ending in endings)
+        unit = database.statement if and_then is None and is_plain else database.transaction
         try:
             with unit(database.alias(), what="completions"):
-                done = lifecycle.complete_many(self.owner, pairs)
-                if and_then is not None:
+                lifecycle.complete_many(self.owner, endings)
+                if and_then is not None and not any(ending.put_off for ending in endings):
                     and_then()
         except BaseException as error:
-            for task in together:
-                if task.finished is not None:
-                    task.finished.doubt()
+            for one in wanted:
+                one.doubt()
+                one.ending.reset()
             if database.is_outage(error) or database.is_conflict(error):
                 self._ended.extendleft(reversed(ended))
             else:
-                self._complete_singly(ended)
+                for ending in endings:
+                    if ending.share in (Share.MIRRORED, Share.HOOKED):
+                        lifecycle.leave_alone(ending.kind, error)
+                self._go_on_with(ended)
             raise
+        finally:
+            if not is_plain:
+                self._clean_after_hooks()
+        self._tell(ended)
+
+    def _tell(self, ended: list[Task]) -> None:
+        """After the commit: let go of what was completed, tell of it, and complete the others otherwise."""
         counts = self.claimer.counts
-        for task in together:
-            if task.job.id in done and task.finished is not None:
-                task.finished.tell()
+        rest: list[Task] = []
+        again: list[Task] = []
+        for task in ended:
+            if task.finished is None:
+                continue
+            if task.finished.ending.put_off:
+                again.append(task)
+            elif not task.finished.ending.done:
+                rest.append(task)
+            else:
                 if counts:
                     self.claimer.expect(task.job)
-        self._complete_singly([task for task in ended if task.job.id not in done])
+                if task.finished.committed():
+                    rest.append(task)
+                else:
+                    task.finished.tell()
+        self._ended.extendleft(reversed(again))
+        self._go_on_with(rest)
 
-    def _complete_singly(self, tasks: list[Task]) -> None:
+    def _clean_after_hooks(self) -> None:
+        """A hook may have used other connections of this thread, or left something open on its own."""
+        connection = database.connection()
+        with suppress(Exception):
+            if own_connection.is_alone(connection):
+                database.clear_connection(connection)
+            else:
+                own_connection.clean()
+
+    def _go_on_with(self, tasks: list[Task]) -> None:
+        """To be completed alone, or told of, by a slice's thread."""
         with self._guard:
             self._tasks.update(dict.fromkeys(tasks))
         for task in tasks:
@@ -509,14 +549,14 @@ class Worker:
             if task.finished is None and (self._draining.is_set() or task.hold.paused):
                 self._give_back(task, "given_back")
                 return
-            # A context of its own: what a step sets (language, time zone, variables) ends with it.
-            result = contextvars.Context().run(self._run_slice, task)
+            result = task.context.run(self._run_slice, task)
             if result is not None and result.job is not None:
                 self.claimer.expect(result.job)
         except BaseException as error:
-            # Renewed no more and yet known here: the reconciler counts it, so that it has an end.
-            task.hold.observe(lost=True)
-            self.keeper.hold(task.hold)
+            if task.finished is None or not task.finished.is_committed:
+                # Renewed no more and yet known here: the reconciler counts it, so that it has an end.
+                task.hold.observe(lost=True)
+                self.keeper.hold(task.hold)
             facts = {"job_id": task.job.id, "epoch": task.lease.epoch}
             tell(logger, logging.ERROR, "slice_broke", "the worker goes on", error=error, **facts)
         finally:
@@ -529,9 +569,19 @@ class Worker:
     def _run_slice(self, task: Task) -> SliceResult | None:
         """Its result, or None when the job is still to be completed."""
         if task.finished is not None:
-            return task.finished.complete()
+            if not task.finished.is_committed:
+                return task.finished.complete()
+            task.finished.tell()
+            return None
         task.begun, began = True, time.monotonic()
-        result = begin_slice(task.job, task.hold, self.keeper, self._draining, grouped=config.GROUP_COMMIT)
+        result = begin_slice(
+            task.job,
+            task.hold,
+            self.keeper,
+            self._draining,
+            grouped=config.GROUP_COMMIT,
+            context=task.context,
+        )
         took = time.monotonic() - began
         name = task.job.kind
         self._pace[name] = took + (1 - PACE_WEIGHT) * (self._pace.get(name, took) - took)

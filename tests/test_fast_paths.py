@@ -6,17 +6,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
 from django.db import IntegrityError, InterfaceError, connection, transaction
 
 from durable_jobs import connection as own_connection
-from durable_jobs import database, kinds, lifecycle, service, signals, store
+from durable_jobs import database, kinds, lifecycle, runner, service, signals, store
 from durable_jobs.exceptions import TerminalError
 from durable_jobs.keeper import Hold, Keeper
-from durable_jobs.kinds import Cancelled, Done, Kind, Retry, Yield
+from durable_jobs.kinds import Cancelled, Done, Kind, Retry, StatusMirror, Yield
+from durable_jobs.lifecycle import Ending, Share
 from durable_jobs.models import Job, JobEvent
 from durable_jobs.reconciler import Reconciler
 from durable_jobs.runner import SliceContext, SliceResult, begin_slice
@@ -24,6 +26,7 @@ from durable_jobs.store import Lease, Probe
 from durable_jobs.worker import Worker
 from tests import fast_kinds
 from tests.connections import OtherConnection
+from tests.models import Shipment
 from tests.postgres import wait_until
 from tests.processes import Process, Processes
 from tests.slices import change
@@ -32,7 +35,13 @@ from tests.test_worker import RunningHere
 pytestmark = pytest.mark.django_db(transaction=True)
 
 SETTINGS = {"POLL": 0.1, "TICK": 0, "GRACE": 0.5}
-SLOW = {"PREFETCH": 0, "GROUP_COMMIT": False, "DIRECT_STATEMENTS": False, "PREPARE": False}
+SLOW = {
+    "PREFETCH": 0,
+    "GROUP_COMMIT": False,
+    "GROUP_HOOKS": False,
+    "DIRECT_STATEMENTS": False,
+    "PREPARE": False,
+}
 GATE = threading.Event()
 MOMENTS = {
     field.attname for field in Job._meta.concrete_fields if field.get_internal_type() == "DateTimeField"
@@ -85,20 +94,69 @@ class Careful(Fast):
     orphan_policy = "park"
 
 
+class Mirrored(Fast):
+    """A row of the project follows its end."""
+
+    name = "fast.mirrored"
+    mirror = StatusMirror(
+        "tests.Shipment", open=("queued", "moving"), redriven="queued", completed="arrived", failed="lost",
+        cancelled="stopped",
+    )  # fmt: skip
+
+
+class Hooked(Fast):
+    """A row of the project follows its end, by a hook of its own; a completion's fails as the row's note says."""
+
+    name = "fast.hooked"
+    called: list[Any] = []
+
+    def on_transition(self, job: Job) -> int:
+        self.called.append(job.id)
+        shipment = Shipment.objects.get(pk=job.subject_id)
+        changed = Shipment.objects.filter(pk=shipment.pk).update(status="arrived")
+        transaction.on_commit(lambda: self.after_commit(job, shipment.note))
+        if job.status != "completed":
+            return changed
+        if shipment.note == "fails":
+            raise ValueError("no")
+        if shipment.note == "exits":
+            raise SystemExit
+        if shipment.note == "breaks":
+            with suppress(IntegrityError):
+                Shipment.objects.create(id=shipment.id)
+        if shipment.note == "leaves open":
+            transaction.atomic().__enter__()
+        return changed
+
+    def after_commit(self, job: Job, note: str) -> None:
+        Told.told.append((job.id, job.status, connection.in_atomic_block))
+        if note == "fails afterwards":
+            raise ValueError("too late")
+
+    def on_redrive(self, job: Job) -> int:
+        return 1
+
+
+EVERY = (Fast, Told, Careful, Mirrored, Hooked)
+
+
 @pytest.fixture(autouse=True)
 def registered(settings: Any) -> Iterator[None]:
     settings.DURABLE_JOBS = SETTINGS
     GATE.clear()
-    Told.told.clear()
-    for kind in (Fast, Told, Careful):
+    for kept in (Told.told, Hooked.called, lifecycle._alone_until, lifecycle._hook_seconds):
+        kept.clear()
+    for kind in EVERY:
         kinds.register(kind)
     yield
     GATE.set()
-    for kind in (Fast, Told, Careful):
+    for kind in EVERY:
         kinds.unregister(kind.name)
 
 
-def start(how: str = "done", kind: type[Kind] = Fast, **options: Any) -> Job:
+def start(how: str = "done", kind: type[Kind] = Fast, note: str = "", **options: Any) -> Job:
+    if kind in (Mirrored, Hooked):
+        options["subject"] = Shipment.objects.create(note=note)
     return service.start(kind, how, **options).job
 
 
@@ -115,6 +173,7 @@ def left_behind() -> tuple[list[Any], list[Any]]:
     rows = []
     for job in Job.objects.order_by("created_at", "id"):
         row = {field.attname: getattr(job, field.attname) for field in Job._meta.concrete_fields}
+        row["error_message"] = (job.error_message or "").replace(str(job.id), "its id")
         rows.append(
             {
                 name: bool(value) if name in MOMENTS else value
@@ -129,7 +188,7 @@ def left_behind() -> tuple[list[Any], list[Any]]:
             event.event,
             event.code,
             event.error_type,
-            event.message,
+            event.message.replace(str(event.job_id), "its id"),
             event.seq,
             event.epoch,
         )
@@ -138,6 +197,8 @@ def left_behind() -> tuple[list[Any], list[Any]]:
     return rows, sorted(events)
 
 
+NOTES = {"": True, "fails": False, "fails afterwards": True, "exits": False, "breaks": False}
+"""What a hook does, and whether its job is completed all the same."""
 WAYS = ("done", "none", "yield", "fail", "terminal", "cancel", "progress", "nothing")
 
 
@@ -152,18 +213,26 @@ def test_both_ways_leave_the_same_rows(settings: Any) -> None:
 
 
 def left_by(off: Any) -> Any:
-    for kind in (Fast, Told, Careful):
+    for kind in EVERY:
         for how in WAYS:
             start(how, kind, lock_key=f"{kind.name} {how}", meta={"a": 1})
-    for _ in range(12):
-        start()
+    for kind in (Fast, Mirrored, Hooked):
+        for _ in range(12):
+            start(kind=kind)
+    jobs = [start(kind=Hooked, note=note) for note in NOTES]
+    gone = start(kind=Mirrored)
+    Shipment.objects.filter(pk=gone.subject_id).delete()
+    strayed = start(kind=Mirrored)
+    Shipment.objects.filter(pk=strayed.subject_id).update(status="lost")
     assert Worker(queues=["fast"], concurrency=2, until_idle=True).run() == 0
     assert {status for _, status, _ in Told.told} == {"completed", "failed", "cancelled"}
     assert not any(in_block for _, _, in_block in Told.told)
-    found = left_behind()
+    assert sum(now(job).status == "completed" for job in jobs) == sum(NOTES.values())
+    found = (*left_behind(), [row.status for row in Shipment.objects.order_by("id")])
     with connection.cursor() as cursor:
         cursor.execute("DELETE FROM durable_jobs_event")
         cursor.execute("DELETE FROM durable_jobs_job")
+    Shipment.objects.all().delete()
     return found
 
 
@@ -294,6 +363,141 @@ def test_nothing_is_told_before_the_commit_and_a_receiver_is_told_of_the_end() -
     finally:
         signals.job_completed.disconnect(receive, sender=Fast.name)
     assert seen == [("completed", "completed", False)] * len(jobs)
+
+
+# --- ends with hooks
+
+
+def ending(kind: type[Kind], share: Share, note: str = "") -> Ending:
+    job, lease = running(kind=kind, note=note)
+    return Ending(kinds.get(kind), job, lease, None, share)
+
+
+def test_a_hook_that_fails_takes_no_neighbour_with_it() -> None:
+    """In one transaction: its savepoint is rolled back, with what it wanted called after the commit."""
+    endings = [ending(Hooked, Share.HOOKED), ending(Hooked, Share.HOOKED, "fails")]
+    other = ending(Mirrored, Share.MIRRORED)
+    with database.transaction(database.alias()):
+        lifecycle.complete_many("me", [*endings, other])
+        assert connection.run_on_commit == []
+    assert [one.done for one in [*endings, other]] == [True, False, True]
+    assert [now(one.job).status for one in [*endings, other]] == ["completed", "running", "completed"]
+    rows = [Shipment.objects.get(pk=one.job.subject_id).status for one in [*endings, other]]
+    assert rows == ["arrived", "queued", "arrived"]
+    assert Told.told == []
+    lifecycle.tell_completed(endings[0])
+    assert Told.told == [(endings[0].job.id, "completed", False)]
+    assert lifecycle.share_of(kinds.get(Hooked)) is Share.ALONE
+    assert now(endings[1].job).mirror_attempts == 0
+
+
+def test_a_rollback_leaves_nothing_done() -> None:
+    both = [ending(Hooked, Share.HOOKED), ending(Mirrored, Share.MIRRORED)]
+    with suppress(ZeroDivisionError), database.transaction(database.alias()):
+        lifecycle.complete_many("me", both)
+        raise ZeroDivisionError
+    assert {now(one.job).status for one in both} == {"running"}
+    assert {row.status for row in Shipment.objects.all()} == {"queued"}
+
+
+def test_of_mirrored_jobs_only_those_end_whose_rows_agree() -> None:
+    fine, gone, strayed, stolen = (ending(Mirrored, Share.MIRRORED) for _ in range(4))
+    Shipment.objects.filter(pk=gone.job.subject_id).delete()
+    Shipment.objects.filter(pk=strayed.job.subject_id).update(status="lost")
+    change(stolen.job, lease_owner="thief", lease_epoch=9, attempts=1)
+    with database.transaction(database.alias()):
+        lifecycle.complete_many("me", [fine, gone, strayed, stolen])
+    assert [one.done for one in (fine, gone, strayed, stolen)] == [True, False, False, False]
+    assert Shipment.objects.get(pk=stolen.job.subject_id).status == "queued"
+
+
+@pytest.mark.postgres_only
+def test_a_project_s_row_that_somebody_holds_is_waited_for_by_its_own_job_alone(
+    second_connection: OtherConnection,
+) -> None:
+    held, free = ending(Mirrored, Share.MIRRORED), ending(Mirrored, Share.MIRRORED)
+    second_connection.enter(transaction.atomic())
+    second_connection.run(Shipment.objects.select_for_update().get, pk=held.job.subject_id)
+    with database.transaction(database.alias()):
+        lifecycle.complete_many("me", [held, free])
+    second_connection.leave()
+    assert (held.done, free.done) == (False, True)
+    assert now(held.job).status == "running"
+
+
+def shared(monkeypatch: pytest.MonkeyPatch) -> Counter[Share]:
+    """How many ends of each sort have shared a transaction from now on."""
+    complete_many, counted = lifecycle.complete_many, Counter[Share]()
+
+    def counting(owner: str, endings: Any) -> None:
+        complete_many(owner, endings)
+        counted.update(one.share for one in endings if one.done)
+
+    monkeypatch.setattr(lifecycle, "complete_many", counting)
+    return counted
+
+
+def test_hooks_that_are_quick_share_and_have_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no more than one of them has time in a transaction."""
+    counted = shared(monkeypatch)
+    monkeypatch.setattr(lifecycle, "QUICK_HOOK_SECONDS", 10.0)
+    monkeypatch.setattr(lifecycle, "SHARED_SECONDS", 0.0)
+    jobs = [start(kind=kind) for _ in range(20) for kind in (Hooked, Mirrored)]
+    assert Worker(queues=["fast"], concurrency=2, until_idle=True).run() == 0
+    assert {now(job).status for job in jobs} == {"completed"}
+    assert {row.status for row in Shipment.objects.all()} == {"arrived"}
+    assert counted[Share.MIRRORED] == 20
+    assert (counted[Share.HOOKED] > 0) is (connection.vendor == "sqlite")
+    assert sorted(Hooked.called) == sorted(job.id for job in jobs if job.kind == Hooked.name)
+
+
+def test_a_slow_hook_ends_its_jobs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = shared(monkeypatch)
+    monkeypatch.setattr(lifecycle, "QUICK_HOOK_SECONDS", 0.0)
+    jobs = [start(kind=Hooked) for _ in range(5)]
+    assert Worker(queues=["fast"], concurrency=2, until_idle=True).run() == 0
+    assert {now(job).status for job in jobs} == {"completed"} and not counted
+
+
+def test_a_hook_that_leaves_a_transaction_open_does_not_stop_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether it is found in a shared transaction or alone, the others end, and their rows are committed."""
+    monkeypatch.setattr(lifecycle, "QUICK_HOOK_SECONDS", 10.0)
+    first = [start(kind=Hooked) for _ in range(3)]
+    broken = start(kind=Hooked, note="leaves open")
+    after = [start(kind=kind) for _ in range(5) for kind in (Hooked, Mirrored, Fast)]
+    with RunningHere(queues=["fast"], concurrency=2):
+        wait_until(lambda: ended(*first, *after), 30, "the others did not end")
+    assert {now(job).status for job in (*first, *after)} == {"completed"}
+    assert now(broken).status != "completed"
+
+
+def test_whoever_observes_slices_is_told_once_after_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    variable: ContextVar[str] = ContextVar("variable", default="outside")
+
+    @contextmanager
+    def observe(kind: Kind, job: Job) -> Iterator[Callable[[SliceResult], None]]:
+        token = variable.set("inside")
+
+        def told(result: SliceResult) -> None:
+            assert result.job is not None
+            facts = (str(result.outcome), result.job.status, now(job).status, variable.get())
+            seen.append((job.id, *facts, connection.in_atomic_block))
+
+        yield told
+        variable.reset(token)
+
+    counted = shared(monkeypatch)
+    monkeypatch.setattr(runner, "observers", [observe])
+    jobs = [start(kind=kind) for _ in range(10) for kind in (Fast, Told, Mirrored)]
+    assert Worker(queues=["fast"], concurrency=2, until_idle=True).run() == 0
+    assert sorted(one for one, *_ in seen) == sorted(job.id for job in jobs)
+    assert {rest for _, *rest_ in seen for rest in [tuple(rest_)]} == {
+        ("completed", "completed", "completed", "inside", False)
+    }
+    assert sum(counted.values()) > 10
 
 
 # --- jobs claimed ahead of their turn
