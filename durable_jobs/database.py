@@ -633,18 +633,6 @@ class Statement:
             cursor.execute(sql, {name: adapt(values[name]) for name in names})
             return int(cursor.rowcount)
 
-    def count_each(self, connection: BaseDatabaseWrapper, rows: Iterable[Mapping[str, Any]]) -> list[bool]:
-        """Run it for each row of parameters, inside the open transaction; which of them touched a row (SQLite)."""
-        if not is_direct(connection):
-            return [self.count(connection, **values) > 0 for values in rows]
-        _, names = self._build("sqlite")
-        text, run = self._sqlite_text(), connection.connection.execute
-        with connection.wrap_database_errors:
-            return [
-                run(text, {name: _adapt_sqlite(values[name]) for name in names}).rowcount > 0
-                for values in rows
-            ]
-
     def _run_directly(
         self, connection: BaseDatabaseWrapper, values: Mapping[str, Any]
     ) -> list[tuple[Any, ...]]:

@@ -588,7 +588,7 @@ _COMPLETE = _statement("""
     UPDATE {job} SET status = 'completed', {end}, {begun}, result = :result, error_class = NULL,
         error_code = NULL, error_type = NULL, error_message = NULL, {counts}
     WHERE {owned} AND verdict IS NULL RETURNING {columns}""")
-# On PostgreSQL all at once, and waiting for none; on SQLite, where nobody else can hold one, row by row.
+# All at once, and waiting for none.
 _COMPLETED_TOGETHER = """
     WITH mine AS MATERIALIZED (
         SELECT * FROM unnest(:ids, :epochs, :results) AS m(mine_id, mine_epoch, mine_result)),
@@ -600,13 +600,20 @@ _COMPLETED_TOGETHER = """
     UPDATE {job} SET status = 'completed', {end}, {begun}, result = locked.mine_result, error_class = NULL,
         error_code = NULL, error_type = NULL, error_message = NULL
     FROM locked WHERE {job}.id = locked.locked_id"""
-_COMPLETED_IN_TURN = """
-    UPDATE {job} SET status = 'completed', {end}, {begun}, result = :result, error_class = NULL,
+# As one statement on SQLite, too: between two of them other threads take the interpreter. The plus signs keep the
+# planner to the key.
+_COMPLETED_TOGETHER_SQLITE = """
+    UPDATE {job} SET status = 'completed', {end}, {begun}, result = mine.mine_result, error_class = NULL,
         error_code = NULL, error_type = NULL, error_message = NULL
-    WHERE {owned} AND verdict IS NULL"""
-_COMPLETE_MANY = _statement(f"{_COMPLETED_TOGETHER} RETURNING {{job}}.id", _COMPLETED_IN_TURN)
+    FROM (SELECT json_extract(value, '$[0]') AS mine_id, json_extract(value, '$[1]') AS mine_epoch,
+        json_extract(value, '$[2]') AS mine_result FROM json_each(:leases)) mine
+    WHERE id = mine_id AND lease_epoch = mine_epoch AND +status = 'running' AND +lease_owner = :owner
+        AND verdict IS NULL"""
+_COMPLETE_MANY = _statement(
+    f"{_COMPLETED_TOGETHER} RETURNING {{job}}.id", f"{_COMPLETED_TOGETHER_SQLITE} RETURNING id"
+)
 _COMPLETE_MANY_WHOLE = _statement(
-    f"{_COMPLETED_TOGETHER} RETURNING {{columns}}", f"{_COMPLETED_IN_TURN} RETURNING {{columns}}"
+    f"{_COMPLETED_TOGETHER} RETURNING {{columns}}", f"{_COMPLETED_TOGETHER_SQLITE} RETURNING {{columns}}"
 )
 # By epoch alone: the failing path has let the lease go before it decides.
 _FAIL_TERMINAL = _statement("""
@@ -1385,28 +1392,22 @@ def complete_many(owner: str, ended: Sequence[tuple[Lease, str | None]]) -> set[
     complete it alone, which waits or says why. Call it inside the one transaction of the batch.
     """
     connection = database.connection()
-    if connection.vendor == "sqlite":
-        rows = [{**_named(lease), "result": result, "mirrored": True} for lease, result in ended]
-        hits = _COMPLETE_MANY.count_each(connection, rows)
-        return {lease.job_id for (lease, _), hit in zip(ended, hits, strict=True) if hit}
-    return {_uuid(row[0]) for row in _COMPLETE_MANY.run(connection, **_together(owner, ended))}
+    return {_uuid(row[0]) for row in _COMPLETE_MANY.run(connection, **_together(connection, owner, ended))}
 
 
 def complete_many_whole(owner: str, ended: Sequence[tuple[Lease, str | None]]) -> dict[UUID, Job]:
     """running → completed, as `complete_many`; answers the rows as it left them, by id."""
     connection = database.connection()
-    if connection.vendor == "sqlite":
-        rows = [
-            row
-            for lease, result in ended
-            for row in _COMPLETE_MANY_WHOLE.run(connection, **_named(lease), result=result, mirrored=True)
-        ]
-    else:
-        rows = _COMPLETE_MANY_WHOLE.run(connection, **_together(owner, ended))
+    rows = _COMPLETE_MANY_WHOLE.run(connection, **_together(connection, owner, ended))
     return {job.id: job for job in _jobs(connection, rows)}
 
 
-def _together(owner: str, ended: Sequence[tuple[Lease, str | None]]) -> dict[str, Any]:
+def _together(
+    connection: BaseDatabaseWrapper, owner: str, ended: Sequence[tuple[Lease, str | None]]
+) -> dict[str, Any]:
+    if connection.vendor == "sqlite":
+        leases = [[lease.job_id.hex, lease.epoch, result] for lease, result in ended]
+        return {"owner": owner, "leases": json.dumps(leases, ensure_ascii=False), "mirrored": True}
     return {
         "owner": owner,
         "ids": [lease.job_id for lease, _ in ended],

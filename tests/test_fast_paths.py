@@ -23,6 +23,8 @@ from durable_jobs.models import Job, JobEvent
 from durable_jobs.reconciler import Reconciler
 from durable_jobs.runner import SliceContext, SliceResult, begin_slice
 from durable_jobs.store import Lease, Probe
+from durable_jobs.transports import database as transport
+from durable_jobs.transports.database import Claimer
 from durable_jobs.worker import Worker
 from tests import fast_kinds
 from tests.connections import OtherConnection
@@ -256,9 +258,10 @@ def test_of_many_only_what_is_still_ours_is_completed() -> None:
     change(stolen, lease_owner="thief", lease_epoch=9, attempts=1)
     change(judged, verdict="unrecoverable")
     change(gone, lease_epoch=2, attempts=1)
-    assert complete_together((a, '{"x":1}'), (b, None), (c, None), (d, None)) == {fine.id}
+    text = '{"x":"é 😀 \\u2028 \\\\ \\" [1]"}'
+    assert complete_together((a, text), (b, None), (c, None), (d, None)) == {fine.id}
     done = now(fine)
-    assert (done.status, done.result, done.lease_owner) == ("completed", {"x": 1}, None)
+    assert (done.status, done.result_text, done.lease_owner) == ("completed", text, None)
     assert done.domain_mirrored_at and done.finished_at
     assert {now(job).status for job in (stolen, judged, gone)} == {"running"}
 
@@ -673,3 +676,74 @@ def test_nothing_is_prepared_where_the_project_says_so(settings: Any) -> None:
         assert count == (0,)
     finally:
         own_connection.disown()
+
+
+def prepared() -> set[str]:
+    raw = connection.connection
+    return {name for (name,) in raw.execute("SELECT name FROM pg_prepared_statements")}
+
+
+def estimated_rows() -> float:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT reltuples FROM pg_class WHERE oid = 'durable_jobs_job'::regclass")
+        return float(cursor.fetchone()[0])
+
+
+@pytest.mark.postgres_only
+def test_after_a_claim_that_took_long_plans_are_made_anew_and_not_again_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan for a table that was nearly empty is kept for ever, and walks whatever has come since."""
+    monkeypatch.setattr(transport, "LONG_CLAIM_SECONDS", -1000.0)
+    own_connection.own("test")
+    try:
+        jobs = [start() for _ in range(300)]
+        claimer = Claimer("me", queues=["fast"])
+        assert claimer.claim(4)
+        old = prepared()
+        assert old
+        claimer.renew_doubtful_plans()
+        assert not prepared() & old
+        assert estimated_rows() == len(jobs)
+        assert claimer.claim(4)
+        kept = prepared()
+        assert kept and connection.connection.prepare_threshold is not None
+        claimer.renew_doubtful_plans()
+        assert prepared() >= kept
+    finally:
+        own_connection.disown()
+
+
+@pytest.mark.postgres_only
+def test_a_claim_that_takes_its_time_leaves_the_plans_alone() -> None:
+    own_connection.own("test")
+    try:
+        start()
+        claimer = Claimer("me", queues=["fast"])
+        assert claimer.claim(4)
+        claimer._plans_doubted = False
+        claimer._time_claim(transport.LONG_CLAIM_SECONDS, 1)
+        kept = prepared()
+        claimer.renew_doubtful_plans()
+        assert kept and prepared() >= kept
+    finally:
+        own_connection.disown()
+
+
+@pytest.mark.postgres_only
+def test_a_worker_renews_plans_between_two_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "LONG_CLAIM_SECONDS", -1000.0)
+    renewed = threading.Event()
+    renew = store.renew_plans
+
+    def watched() -> None:
+        assert not connection.in_atomic_block
+        renew()
+        renewed.set()
+
+    monkeypatch.setattr(store, "renew_plans", watched)
+    with RunningHere(queues=["fast"], concurrency=1):
+        first = start()
+        assert renewed.wait(30)
+        second = start()
+        wait_until(lambda: ended(first, second), 30, "not completed afterwards")
