@@ -181,7 +181,7 @@ class Config:
         None, dsn_or_none, "A direct connection to listen on, past a connection pooler."
     )
     PREFETCH = Setting(
-        128, whole(0, 1_000), "Jobs that a worker claims ahead, at most, of kinds that end at once; 0: none."
+        256, whole(0, 1_000), "Jobs that a worker claims ahead, at most, of kinds that end at once; 0: none."
     )
     GROUP_COMMIT = Setting(True, true_or_false, "Whether jobs that end together share a transaction.")
     GROUP_HOOKS = Setting(

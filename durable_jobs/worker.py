@@ -298,8 +298,8 @@ class Worker:
         ended = self._take_ended()
         free = self.concurrency - len(self._running())
         ahead, quick = self._room_ahead(free)
-        if self._ended:
-            # More ends wait than one transaction takes: no others are begun before they are through.
+        if len(self._ended) >= MOST_TOGETHER:
+            # Far more ends wait than one transaction takes: no others are begun before they are through.
             free, ahead = min(free, 0), 0
         if free + ahead < 1:
             self._complete(ended)

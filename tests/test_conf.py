@@ -105,7 +105,7 @@ class TestReading:
             assert (config.DRAIN_TIMEOUT, config.UNKNOWN_KIND_GRACE) == (25.0, 86_400.0)
             assert (config.STALLED_AFTER, config.NOTIFY_DEBOUNCE) == (900.0, 0.05)
             assert (config.LISTEN, config.LISTEN_DSN) == (True, None)
-            assert (config.PREFETCH, config.GROUP_COMMIT) == (128, True)
+            assert (config.PREFETCH, config.GROUP_COMMIT) == (256, True)
             assert (config.DIRECT_STATEMENTS, config.PREPARE) == (True, True)
             assert (config.MAX_INPUT_BYTES, config.MAX_RESULT_BYTES) == (1_048_576, 1_048_576)
             assert (config.MAX_CHECKPOINT_BYTES, config.MAX_META_BYTES) == (262_144, 16_384)
