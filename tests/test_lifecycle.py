@@ -23,6 +23,7 @@ from durable_jobs.exceptions import (
     TerminalError,
 )
 from durable_jobs.kinds import ROW_GONE, Cancelled, Done, Kind, StatusMirror
+from durable_jobs.lifecycle import Share
 from durable_jobs.models import Job
 from durable_jobs.runner import Outcome
 from durable_jobs.store import Lease
@@ -700,16 +701,16 @@ class TestPlain:
         def receive(**_: Any) -> None:
             """Somebody's."""
 
-        assert lifecycle.is_plain(kind)
+        assert lifecycle.share_of(kind) is Share.PLAIN
         signals.job_completed.connect(receive, sender="tests.another")
         try:
-            assert lifecycle.is_plain(kind)
+            assert lifecycle.share_of(kind) is Share.PLAIN
             signals.job_completed.connect(receive, sender="tests.made")
-            assert not lifecycle.is_plain(kind)
+            assert lifecycle.share_of(kind) is Share.TOLD
         finally:
             for sender in ("tests.another", "tests.made"):
                 signals.job_completed.disconnect(receive, sender=sender)
-        assert lifecycle.is_plain(kind)
+        assert lifecycle.share_of(kind) is Share.PLAIN
 
     @pytest.mark.parametrize(
         "hooks",
@@ -720,7 +721,7 @@ class TestPlain:
     )
     def test_a_kind_with_hooks_is_not(self, hooks: dict[str, Any]) -> None:
         made(**hooks)
-        assert not lifecycle.is_plain(kinds.get("tests.made"))
+        assert lifecycle.share_of(kinds.get("tests.made")) is not Share.PLAIN
 
 
 class TestChaining:
