@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import time
@@ -10,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tests.explorer.stage import Nonsense, Run, Stage, first_ready
+from tests.explorer.meeting import Step
+from tests.explorer.stage import Choose, Nonsense, Run, Stage, first_ready
 
 ALL: Final = os.environ.get("DURABLE_JOBS_EXPLORE") == "1"
 """Every schedule (`make explore`), not a few of each scene (`make test`)."""
@@ -75,6 +77,9 @@ class Tally:
     what: str
     scenes: int = 0
     schedules: int = 0
+    stand_for: int = 0
+    """The schedules of which these are all that differ in more than the order of steps that cannot meet."""
+    repeats: int = 0
     statements: int = 0
     waited: int = 0
     """Schedules in which somebody had to wait."""
@@ -84,6 +89,9 @@ class Tally:
 
     def add(self, run: Run) -> None:
         self.schedules += 1
+        self.repeats += run.repeats
+        if ALL and MOST is None and not run.repeats:
+            self.stand_for += orders(run.steps)
         self.statements += len(run.choices)
         self.waited += bool(run.blocked)
         self.waits.update(wait.rpartition(" <- ")[0] for wait in run.blocked)
@@ -93,6 +101,11 @@ class Tally:
             f"  {self.what}: {self.schedules:,} schedules of {self.scenes:,} scenes, {self.statements:,} steps,"
             f" {self.seconds:.0f} s"
         )
+        if self.stand_for:
+            yield (
+                f"    they stand for {self.stand_for:,}, the rest of which swaps only steps that cannot meet"
+                f" ({self.repeats:,} repeated another one)"
+            )
         yield f"    {self.schedules - self.waited:,} in which nobody waited, {self.waited:,} in which somebody did:"
         for statement, times in self.waits.most_common():
             yield f"      {times:7,} × {statement}"
@@ -101,7 +114,7 @@ class Tally:
 tallies: list[Tally] = []
 
 
-def play(stage: Stage, scene: Scene, choose: Callable[[int, list[int]], int]) -> Run:
+def play(stage: Stage, scene: Scene, choose: Choose) -> Run:
     """One schedule; raises `Broken` when something does not hold after it."""
     programs, check = scene.begin()
     try:
@@ -119,14 +132,154 @@ def play(stage: Stage, scene: Scene, choose: Callable[[int, list[int]], int]) ->
     return run
 
 
+@dataclass
+class _Place:
+    """A choice on the way of the last run: who could go on, and who has been let go there by some run."""
+
+    ready: list[int]
+    wanted: set[int] = field(default_factory=set)
+    """Who is to be let go here, because it can make a difference."""
+    tried: dict[int, Step] = field(default_factory=dict)
+    asleep: dict[int, Step] = field(default_factory=dict)
+    """Who was let go before, at an earlier place, and has met nobody since: that was played already."""
+
+    def next(self) -> int | None:
+        return min(self.wanted - self.tried.keys() - self.asleep.keys(), default=None)
+
+
 def every_schedule(stage: Stage, scene: Scene) -> Iterator[Run]:
-    """Depth first: each run shows where others would have branched off."""
+    """Depth first, one schedule for all those that differ only in the order of steps that cannot meet.
+
+    After each run, wherever two steps met and the later one could have come first, that is tried, too (dynamic
+    partial-order reduction by source sets, with sleep sets: Abdulla et al., "Optimal dynamic partial order
+    reduction", 2014).
+    """
+    path: list[_Place] = []
+    prefix: list[int] = []
+    while True:
+        run = play(stage, scene, functools.partial(_go_on, path, prefix))
+        run.repeats = len(path) < len(run.steps)
+        for place, step in zip(path, run.steps, strict=False):
+            place.tried[step.actor] = step
+        _want_reversals(path, run)
+        yield run
+        while path and path[-1].next() is None:
+            path.pop()
+        if not path:
+            return
+        following = path[-1].next()
+        assert following is not None
+        prefix = [*run.choices[: len(path) - 1], following]
+
+
+def all_orders(stage: Stage, scene: Scene) -> Iterator[Run]:
+    """Every schedule, one by one."""
     pending: list[list[int]] = [[]]
     while pending:
         prefix = pending.pop()
         run = play(stage, scene, first_ready(prefix))
         yield run
-        pending.extend(run.alternatives(len(prefix)))
+        for place in range(len(prefix), len(run.choices)):
+            others = (other for other in run.ready[place] if other != run.choices[place])
+            pending.extend([*run.choices[:place], other] for other in others)
+
+
+def _go_on(path: list[_Place], prefix: Sequence[int], run: Run, ready: list[int]) -> int:
+    """Along the prefix, then on with whoever does not repeat what was played."""
+    at = len(run.choices)
+    if at < len(prefix):
+        assert path[at].ready == ready, f"the same choices gave another run: {run.trace}"
+        return prefix[at]
+    if len(path) < at:
+        return ready[0]
+    asleep: dict[int, Step] = {}
+    if at:
+        before, step = path[-1], run.steps[-1]
+        asleep = {
+            number: slept
+            for number, slept in (before.asleep | before.tried).items()
+            if number != step.actor and not slept.meets(step)
+        }
+    awake = [number for number in ready if number not in asleep]
+    if not awake:
+        return ready[0]
+    path.append(_Place(ready, {awake[0]}, asleep=asleep))
+    return awake[0]
+
+
+def _want_reversals(path: Sequence[_Place], run: Run) -> None:
+    order = Order(run.steps[: len(path)])
+    for later, event in enumerate(order.events):
+        for earlier in range(later):
+            if event.actor == order.events[earlier].actor or not order.at_once(earlier, later):
+                continue
+            _want(path[order.places[earlier]], order, earlier, later)
+
+
+def _want(place: _Place, order: Order, earlier: int, later: int) -> None:
+    """Let somebody go on here with whom the later of the two comes before the earlier."""
+    free = [at for at in range(earlier + 1, later) if not order.after[at] >> earlier & 1] + [later]
+    first = {
+        order.events[at].actor
+        for at in free
+        if not any(order.after[at] >> other & 1 for other in free if other < at)
+    }
+    can = first & set(place.ready)
+    if not can:
+        place.wanted |= set(place.ready)
+    elif not can & (place.wanted | place.asleep.keys()):
+        place.wanted.add(min(can))
+
+
+class Order:
+    """What came after what, in every order that gives the same run."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.events = [event for step in steps for event in step.events]
+        self.places = [place for place, step in enumerate(steps) for _ in step.events]
+        self.begins = [event is step.own for step in steps for event in step.events]
+        """False: it was freed by the one before it, and was not chosen."""
+        self.after: list[int] = []
+        """For each event the earlier ones that it comes after, as bits."""
+        for at, event in enumerate(self.events):
+            bits = 0
+            for before in range(at - 1, -1, -1):
+                frees = not self.begins[at] and self.places[before] == self.places[at] and self.begins[before]
+                if not bits >> before & 1 and (frees or event.meets(self.events[before])):
+                    bits |= 1 << before | self.after[before]
+            self.after.append(bits)
+
+    def at_once(self, earlier: int, later: int) -> bool:
+        """The two meet, and nothing is between them that came after the one and before the other."""
+        return bool(self.after[later] >> earlier & 1) and not any(
+            self.after[later] >> between & 1 and self.after[between] >> earlier & 1
+            for between in range(earlier + 1, later)
+        )
+
+
+def orders(steps: Sequence[Step]) -> int:
+    """How many schedules this one stands for: the orders of its steps in which those that meet keep theirs."""
+    order = Order(steps)
+    after = [0] * len(steps)
+    for at, bits in enumerate(order.after):
+        for before in range(at):
+            if bits >> before & 1 and order.places[before] != order.places[at]:
+                after[order.places[at]] |= 1 << order.places[before]
+    lines = [
+        [at for at, step in enumerate(steps) if step.actor == actor]
+        for actor in {step.actor for step in steps}
+    ]
+    ways = {0: 1}
+    for _ in steps:
+        following: Counter[int] = Counter()
+        for done, number in ways.items():
+            for line in lines:
+                at = next((at for at in line if not done >> at & 1), None)
+                if at is not None and after[at] & ~done == 0:
+                    following[done | 1 << at] += number
+        ways = following
+    [number] = ways.values()
+    return number
 
 
 def some_schedules(stage: Stage, scene: Scene, most: int) -> Iterator[Run]:
@@ -136,11 +289,11 @@ def some_schedules(stage: Stage, scene: Scene, most: int) -> Iterator[Run]:
         yield play(stage, scene, _walk(chance, 1.0 if number % 2 else FEW_CHANGES))
 
 
-def _walk(chance: random.Random, changes: float) -> Callable[[int, list[int]], int]:
+def _walk(chance: random.Random, changes: float) -> Choose:
     """Let one actor go on, and another one from now on with this probability at each step."""
     now = -1
 
-    def choose(place: int, ready: list[int]) -> int:
+    def choose(run: Run, ready: list[int]) -> int:
         nonlocal now
         if now not in ready or chance.random() < changes:
             now = chance.choice(ready)

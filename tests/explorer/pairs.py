@@ -263,12 +263,27 @@ class Judge:
         hits = (run.answers[0][0], run.answers[1][0])
         left = left_behind(made)
         same = [expected for effect, expected in self._serial if effect == hits]
-        if left in same:
+        if left in same or self._asked_too_late(hits, left):
             return
         told = " / ".join(differences(left, expected) for expected in same)
         raise AssertionError(
             f"effects {hits}: no order of the two leaves this behind. {told or 'None has them.'}"
         )
+
+    def _asked_too_late(self, hits: tuple[bool, bool], left: Left) -> bool:
+        """A request that met the lock of whoever ended the job meanwhile is a letter that ends nothing any more."""
+        names = (self.pair.first, self.pair.second)
+        if "request_cancel" not in names or left.rows["job"]["status"] not in (
+            "completed",
+            "failed",
+            "cancelled",
+        ):
+            return False
+        without = tuple(hit and name != "request_cancel" for name, hit in zip(names, hits, strict=True))
+        ended = {**left.rows["job"]}
+        ended["requested"] = ended["requested"] and "job" not in left.by_mail
+        as_if = Left({"job": ended}, left.new, left.rest)
+        return any(effect == without and expected == as_if for effect, expected in self._serial)
 
 
 def scenes(most: int) -> list[Scene]:

@@ -22,8 +22,11 @@ from django.db import connection, connections
 
 from durable_jobs import store
 from durable_jobs.database import Statement, WriterLock
+from tests.explorer.meeting import COMMITS, FILE, LOCKS, Event, Step, Touch, committed, touches_of
 
 Act = Callable[[], Any]
+Choose = Callable[["Run", list[int]], int]
+"""Who of those that can goes on now, given the run up to here."""
 
 PATIENCE: Final = 30.0
 """Seconds after which an actor that neither stops nor waits for anybody counts as hanging."""
@@ -61,6 +64,12 @@ class Actor:
         self.in_transaction = False
         self.has_turn = self.queues = False
         """On SQLite: it has its turn among this process's writers; it has asked for the file and does not have it."""
+        self.touches: set[Touch] = set()
+        """What it has touched since it was let go."""
+        self.asked_for: set[Touch] = set()
+        """What its last statement touches: when that has waited, it touches it again."""
+        self.held: set[Touch] = set()
+        """What its open transaction has locked or written."""
         self.answers: list[Any] = []
         self.error: BaseException | None = None
         self.pid = 0
@@ -100,6 +109,7 @@ class Actor:
             self.error = error
         finally:
             self.in_transaction = self.has_turn = self.queues = False
+            self.held.clear()
             self.stage.tell(self, FINISHED)
 
     def _watch(self, name: str) -> None:
@@ -107,6 +117,7 @@ class Actor:
 
         def stepped() -> None:
             self.stop_before(name.upper())
+            self._note_the_end()
             original()
             self.in_transaction = False
 
@@ -116,6 +127,7 @@ class Actor:
         if sql.startswith("BEGIN"):
             if not self.has_turn:
                 self.stop_before("BEGIN")
+                self.note_file()
                 self.queues = True
             try:
                 result = execute(sql, params, many, context)
@@ -127,7 +139,42 @@ class Actor:
             return result
         if not UNNOTICED.match(sql):
             self.stop_before(name_of(sql))
+        self._note(sql, params)
         return execute(sql, params, many, context)
+
+    def _note(self, sql: str, params: Any) -> None:
+        if sql.startswith("ROLLBACK TO"):
+            # What the savepoint had locked is free again; which that was is not known here.
+            self.touches |= committed(self.held)
+            return
+        self.asked_for = touches_of(sql, params)
+        if connection.vendor == "sqlite":
+            self._note_on_sqlite()
+        else:
+            self.touches |= self.asked_for
+            self.held |= self.asked_for
+            if not connection.in_atomic_block:
+                self._note_the_end()
+
+    def _note_on_sqlite(self) -> None:
+        """Inside a transaction it has the file: nobody can tell what it does before it is committed."""
+        if self.in_transaction:
+            self.held |= self.asked_for
+            return
+        self.touches |= {one for one in self.asked_for if one.how != LOCKS}
+        if any(one.how == LOCKS for one in self.asked_for):
+            self.held |= self.asked_for
+            self.note_file()
+            self._note_the_end()
+
+    def note_file(self) -> None:
+        self.asked_for = {Touch(LOCKS, FILE)}
+        self.touches |= self.asked_for
+        self.held |= self.asked_for
+
+    def _note_the_end(self) -> None:
+        self.touches |= committed(self.held)
+        self.held.clear()
 
     def stop_before(self, what: str) -> None:
         """Wait until the stage lets this actor go on."""
@@ -147,18 +194,15 @@ class Run:
     choices: list[int] = field(default_factory=list)
     ready: list[list[int]] = field(default_factory=list)
     """Who could have gone on at each choice."""
+    steps: list[Step] = field(default_factory=list)
+    """What each choice has led to."""
+    repeats: bool = False
+    """Another run has shown the same already; found out in the middle."""
     trace: list[str] = field(default_factory=list)
     blocked: list[str] = field(default_factory=list)
     """Statements that waited, and for whom."""
     answers: list[list[Any]] = field(default_factory=list)
     errors: list[BaseException | None] = field(default_factory=list)
-
-    def alternatives(self, done: int) -> Iterator[list[int]]:
-        """The schedules that branch off at a choice after the first `done`."""
-        for place in range(done, len(self.choices)):
-            for other in self.ready[place]:
-                if other != self.choices[place]:
-                    yield [*self.choices[:place], other]
 
 
 class Stage:
@@ -181,6 +225,7 @@ class Stage:
             if actor is None:
                 return original(lock, urgent, timeout)
             actor.stop_before("BEGIN")
+            actor.note_file()
             actor.queues = True
             try:
                 original(lock, urgent, timeout)
@@ -195,6 +240,7 @@ class Stage:
             actor = getattr(_local, "actor", None)
             if actor is not None:
                 actor.has_turn = actor.queues = actor.in_transaction = False
+                actor.touches.add(Touch(COMMITS, FILE))
             original_release(lock)
 
         self._release = original_release
@@ -225,8 +271,8 @@ class Stage:
 
     # --- playing
 
-    def play(self, programs: Sequence[Sequence[Act]], choose: Callable[[int, list[int]], int]) -> Run:
-        """Run the programs side by side; `choose(place, ready)` says who goes on."""
+    def play(self, programs: Sequence[Sequence[Act]], choose: Choose) -> Run:
+        """Run the programs side by side; `choose` says who goes on."""
         run = Run()
         cast = self.actors[: len(programs)]
         try:
@@ -243,23 +289,27 @@ class Stage:
         run: Run,
         cast: Sequence[Actor],
         programs: Sequence[Sequence[Act]],
-        choose: Callable[[int, list[int]], int],
+        choose: Choose,
     ) -> None:
         for actor, program in zip(cast, programs, strict=True):
             actor.begin(program)
             self._settle(run, cast, actor)
         while ready := [actor.number for actor in cast if actor.state == READY]:
-            number = choose(len(run.choices), ready)
+            number = choose(run, ready)
             if number not in ready:
                 raise Nonsense(f"actor {number} cannot go on here; ready are {ready}", run)
             run.choices.append(number)
             run.ready.append(ready)
             actor = cast[number]
             run.trace.append(f"{number}: {actor.at}")
+            waited = [(one, set(one.asked_for)) for one in cast if one.state == BLOCKED]
+            for one in cast:
+                one.touches.clear()
             with self.condition:
                 actor.state, actor.granted = RUNNING, True
                 self.condition.notify_all()
             self._settle(run, cast, actor)
+            run.steps.append(_step(number, cast, [one for one in waited if one[0].state != BLOCKED]))
         if stuck := [actor for actor in cast if actor.state != FINISHED]:
             told = "; ".join(f"{actor.number} in {actor.at:.200}" for actor in stuck)
             raise Nonsense(f"everybody waits for everybody: {told}", run)
@@ -328,9 +378,20 @@ class Stage:
             actor.granted = False
 
 
-def first_ready(prefix: Sequence[int]) -> Callable[[int, list[int]], int]:
+def _step(number: int, cast: Sequence[Actor], freed: Sequence[tuple[Actor, set[Touch]]]) -> Step:
+    """What has happened since this actor was let go; `freed` had waited, each in a statement that touches these."""
+    return Step(
+        Event(number, frozenset(cast[number].touches)),
+        tuple(
+            Event(one.number, frozenset(one.touches | asked_for | committed(asked_for)))
+            for one, asked_for in freed
+        ),
+    )
+
+
+def first_ready(prefix: Sequence[int]) -> Choose:
     """Follow a schedule as far as it goes, then the first who can."""
-    return lambda place, ready: prefix[place] if place < len(prefix) else ready[0]
+    return lambda run, ready: prefix[len(run.choices)] if len(run.choices) < len(prefix) else ready[0]
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from uuid import UUID
 from django.db import connection
 
 from durable_jobs.models import Job
+from tests.explorer import meeting
 from tests.store.rows import GRACE, State, columns_of, execute, insert_raw, letter
 
 Program = Sequence[Callable[[], Any]]
@@ -63,6 +64,7 @@ class World:
     """Queries for what else is to be compared, with their values."""
 
     def __post_init__(self) -> None:
+        meeting.names.clear()
         if self.number % MANY == 1:
             empty()
 
@@ -76,6 +78,7 @@ class World:
         if state.request in ("mail", "both"):
             insert_raw(letter(row["id"], "by-mail", 400), table="durable_jobs_cancelrequest")
         self.rows[name] = row
+        meeting.names[row["id"]] = name
         return row
 
 
@@ -86,6 +89,8 @@ class Left:
     rows: dict[str, dict[str, Any]]
     new: list[dict[str, Any]]
     rest: list[Any]
+    by_mail: set[str] = field(default_factory=set, compare=False)
+    """Rows whose cancel was requested in the mailbox alone: they met a lock, which a serial order has not."""
 
 
 def left_behind(world: World) -> Left:
@@ -96,8 +101,8 @@ def left_behind(world: World) -> Left:
             "j.id",
             *(f"j.{name}" for name in PLAIN),
             *(f"j.{name} IS NOT NULL" for name in MOMENTS),
-            "j.cancel_requested_at IS NOT NULL OR EXISTS"
-            " (SELECT 1 FROM durable_jobs_cancelrequest m WHERE m.job_id = j.id)",
+            "CASE WHEN j.cancel_requested_at IS NOT NULL THEN 'on the row' WHEN EXISTS"
+            " (SELECT 1 FROM durable_jobs_cancelrequest m WHERE m.job_id = j.id) THEN 'by mail' END",
             seconds.format("j.next_run_at"),
             seconds.format("j.lease_expires_at"),
             "j.tenant_id, coalesce(j.organization_id, ''), j.lock_key, j.input, j.input_sha256",
@@ -107,10 +112,12 @@ def left_behind(world: World) -> Left:
     rows: dict[str, dict[str, Any]] = {}
     new: list[dict[str, Any]] = []
     live_keys: list[Any] = []
+    letters: set[str] = set()
     for found in execute(f"SELECT {columns} FROM durable_jobs_job j WHERE j.tenant_id = %s", world.tenant):
         job_id = UUID(str(found[0]))
         *plain, due_in, expires_in, tenant, organization, lock_key, text, digest = found[1:]
         told = dict(zip((*PLAIN, *MOMENTS, "requested"), plain, strict=True))
+        by_mail = told["requested"] == "by mail"
         for name in (*MOMENTS, "requested"):
             told[name] = bool(told[name])
         told["due"] = None if due_in is None else ("now" if due_in < 5 else "later")
@@ -125,11 +132,12 @@ def left_behind(world: World) -> Left:
                 assert told[name] >= before[name], f"{name} went back: {told}"
             assert (text, digest) == (before["input"], before["input_sha256"])
             rows[known[job_id]] = told
+            letters |= {known[job_id]} if by_mail else set()
         else:
             new.append(told)
     assert len(live_keys) == len(set(live_keys)), "two live jobs with one lock key"
     rest = [execute(query, *values) for query, *values in world.beside]
-    return Left(rows, sorted(new, key=str), rest)
+    return Left(rows, sorted(new, key=str), rest, letters)
 
 
 def differences(is_now: Left, should: Left) -> str:
