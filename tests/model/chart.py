@@ -20,6 +20,10 @@ COMPLETED, FAILED, CANCELLED = "completed", "failed", "cancelled"
 LIVE: Final = (PENDING, RUNNING)
 ENDED: Final = (COMPLETED, FAILED, CANCELLED)
 
+QUEUE, MANUAL, TENANT = "default", "manual", "default"
+Pause = tuple[str, str, str]
+"""A queue, a kind, a tenant; blank is every one."""
+
 OPEN: Final = ("queued", "moving")
 AGREES: Final = {COMPLETED: "arrived", FAILED: "lost", CANCELLED: "stopped"}
 """What the project's row says when its job has ended so."""
@@ -37,6 +41,8 @@ class Rules:
     longest_delay: int
     exponential: bool
     hooks: bool
+    known: bool = True
+    """Registered; only work by hand may be of a kind that is not."""
 
     def delay(self, failure: int) -> int:
         if not self.exponential:
@@ -75,6 +81,13 @@ class Row:
     checkpoint: int = 0
     locked: bool = False
     """A fence is open on it."""
+    manual: bool = False
+    """In the queue of work by hand: workers and reconcilers leave it alone."""
+    has_input: bool = True
+    receipts: int = 0
+    """Changes of the project's that were committed with a receipt."""
+    kept: int = 0
+    """Images of it that retries have kept."""
 
     @property
     def live(self) -> bool:
@@ -114,6 +127,20 @@ class Slice:
 
 
 @dataclass
+class Grip:
+    """A lease that is held by hand. It writes only while it has not run out."""
+
+    row: Row
+    owner: str
+    epoch: int
+
+    def holds(self, clock: int) -> bool:
+        row = self.row
+        mine = row.status == RUNNING and row.owner == self.owner and row.epoch == self.epoch
+        return mine and row.expires > clock
+
+
+@dataclass
 class Sighting:
     epoch: int
     expires: int
@@ -143,7 +170,7 @@ class Chart:
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.clock = 0
-        self.paused: set[str] = set()
+        self.pauses: set[Pause] = set()
         self.hooks_broken = False
         self.strangers: dict[str, set[tuple[int, int]]] = {}
 
@@ -157,10 +184,18 @@ class Chart:
         )
 
     def is_paused(self, row: Row) -> bool:
-        return row.rules.name in self.paused
+        return any(
+            queue in ("", MANUAL if row.manual else QUEUE)
+            and kind in ("", row.rules.name)
+            and tenant in ("", TENANT)
+            for queue, kind, tenant in self.pauses
+        )
 
     def is_orphan(self, row: Row) -> bool:
-        return row.status == RUNNING and row.owner is not None and row.expires < self.clock - GRACE + 0.001
+        return self.has_run_out(row) and row.expires < self.clock - GRACE + 0.001
+
+    def has_run_out(self, row: Row) -> bool:
+        return row.status == RUNNING and row.owner is not None and row.expires <= self.clock
 
     def claimable(self, *, suspects: bool = True) -> list[Row]:
         """What a claim may take now."""
@@ -192,10 +227,11 @@ class Chart:
         return row
 
     def release(self, row: Row) -> str | None:
-        if row.status != HELD:
+        if row.status != HELD or row.manual:
             return "not_held"
         if self.holder_of(row.lock_key, row):
             return "lock_key_held"
+        self._fold(row)
         row.status, row.due = PENDING, self.clock
         return None
 
@@ -401,7 +437,9 @@ class Chart:
         return None
 
     def redrive(self, row: Row, *, force: bool, restart: bool, delay: int) -> str | None:
-        if row.status in (COMPLETED, CANCELLED):
+        if not row.rules.known:
+            return "unknown_kind"
+        if row.status in (COMPLETED, CANCELLED) or row.manual:
             return "not_redrivable"
         if row.verdict == "unrecoverable" and not force:
             return "unrecoverable_requires_force"
@@ -434,6 +472,109 @@ class Chart:
         row.status, row.owner, row.due, row.mailed = status, None, None, False
         return None
 
+    # --- work by hand: each answers a lease, or the code of the refusal
+
+    def begin_by_hand(
+        self, rules: Rules, owner: str, *, key: str | None, has_input: bool = True
+    ) -> Grip | tuple[str, Row]:
+        """A running row of its own; or the earlier one of the key, which is left alone."""
+        earlier = self._of_key(rules, key)
+        if earlier is not None:
+            return ("earlier", earlier)
+        row = Row(len(self.rows), rules, RUNNING, key=key, owner=owner, expires=self.clock + LEASE)
+        row.epoch = row.attempts = 1
+        row.manual, row.has_input = True, has_input
+        self.rows.append(row)
+        return Grip(row, owner, 1)
+
+    def defer(self, rules: Rules, *, key: str) -> Row | tuple[str, Row]:
+        earlier = self._of_key(rules, key)
+        if earlier is not None:
+            return ("earlier", earlier)
+        row = Row(len(self.rows), rules, HELD, key=key, manual=True)
+        self.rows.append(row)
+        return row
+
+    def _of_key(self, rules: Rules, key: str | None) -> Row | None:
+        return next(
+            (row for row in self.rows if key is not None and (row.key, row.rules) == (key, rules)), None
+        )
+
+    def take(self, row: Row, owner: str) -> Grip | str:
+        """Held, or with a lease that ran out a moment ago: no grace, whoever had it; keeps a cancel request."""
+        may = row.status == HELD or (self.has_run_out(row) and row.verdict is None)
+        if not may or row.locked:
+            return "E_JOB_NOT_RECLAIMABLE"
+        if self.holder_of(row.lock_key, row):
+            return "lock_key_held"
+        return self._grasp(row, owner, fold=True)
+
+    def retry(self, row: Row, owner: str) -> Grip | str:
+        """A new attempt at what has ended or run out: the outcome, the request and the limits used are forgotten."""
+        if row.status not in (FAILED, CANCELLED) and not self.has_run_out(row):
+            return "E_JOB_NOT_RECLAIMABLE"
+        if not row.has_input:
+            return "E_JOB_INPUT_INVALID"
+        if self.holder_of(row.lock_key, row):
+            return "lock_key_held"
+        if row.rules.hooks and self.hooks_broken:
+            return "hook"
+        row.verdict = row.parked = None
+        row.orphanings = row.failures = row.hook_failures = 0
+        row.asked = row.mailed = row.mirrored = False
+        row.kept += 1
+        if row.rules.hooks:
+            row.domain = "queued"
+        return self._grasp(row, owner, fold=False)
+
+    def _grasp(self, row: Row, owner: str, *, fold: bool) -> Grip:
+        if fold:
+            self._fold(row)
+        row.status, row.owner, row.expires, row.due = RUNNING, owner, self.clock + LEASE, None
+        row.epoch += 1
+        row.attempts += 1
+        return Grip(row, owner, row.epoch)
+
+    def complete_by_hand(self, grip: Grip, *, late: bool = False) -> str | None:
+        """A receipt and the end together; `late`: a manager's executor, whose finished work stays finished."""
+        if not grip.holds(self.clock) or (grip.row.wants_end and not late):
+            return "E_JOB_LEASE_LOST"
+        if grip.row.verdict is not None:
+            return "E_JOB_LEASE_LOST"
+        return self._end_by_hand(grip, COMPLETED, counted=late)
+
+    def finish_by_hand(self, grip: Grip, status: str, *, counted: bool = False) -> str | None:
+        """Failed or cancelled, by somebody's word; a cancel needs a request."""
+        if not grip.holds(self.clock):
+            return "E_JOB_LEASE_LOST"
+        if status == CANCELLED and not grip.row.wants_end:
+            return "E_JOB_INPUT_INVALID"
+        return self._end_by_hand(grip, status, counted=counted)
+
+    def _end_by_hand(self, grip: Grip, status: str, *, counted: bool) -> str | None:
+        row, failed_before = grip.row, grip.row.hook_failures
+        try:
+            self._end(row, status)
+        except HooksFailed:
+            # A receipt's transaction is the caller's to roll back, and counts nothing.
+            row.hook_failures = failed_before + counted
+            return "hook"
+        return None
+
+    def beat_by_hand(self, grip: Grip) -> bool:
+        if not grip.holds(self.clock):
+            return False
+        self._fold(grip.row)
+        grip.row.expires = self.clock + LEASE
+        return True
+
+    def keep_by_hand(self, grip: Grip) -> bool:
+        """A checkpoint: it renews nothing and counts as no commit."""
+        if not grip.holds(self.clock):
+            return False
+        grip.row.checkpoint += 1
+        return True
+
     # --- repair
 
     def tick(self, watch: Watch) -> None:
@@ -442,7 +583,7 @@ class Chart:
         if watch.ended_at is not None and now - watch.ended_at > LONGEST_GAP:
             watch.sightings.clear()
         for row in self.rows:
-            if row.mailed and not row.locked and row.status not in ENDED:
+            if row.mailed and not row.locked and row.status not in ENDED and not row.manual:
                 row.asked, row.mailed = True, False
         met: set[int] = set()
         for row in list(self._cancelling()):
@@ -463,11 +604,17 @@ class Chart:
                 self._act(watch, row)
 
     def _cancelling(self) -> Iterator[Row]:
-        return (row for row in self.rows if row.asked and (row.status in (HELD, PENDING) or row.retrying))
+        return (
+            row
+            for row in self.rows
+            if row.asked and not row.manual and (row.status in (HELD, PENDING) or row.retrying)
+        )
 
     def _orphans(self) -> Iterator[Row]:
         return (
-            row for row in self.rows if self.is_orphan(row) and (row.wants_end or not self.is_paused(row))
+            row
+            for row in self.rows
+            if self.is_orphan(row) and not row.manual and (row.wants_end or not self.is_paused(row))
         )
 
     def _repair(self, watch: Watch, row: Row) -> None:
@@ -506,6 +653,22 @@ class Chart:
     def _spaced_out(self, watch: Watch, row: Row) -> bool:
         return row.number in watch.failures and self.clock < watch.failures[row.number][1]
 
+    def act_late(self, row: Row, epoch: int, what: str) -> bool:
+        """A repair that was decided long ago: whether it may still be done. It knows the epoch that it saw."""
+        if not self.is_orphan(row) or row.epoch != epoch or row.locked:
+            return False
+        if what == "cancel":
+            return row.wants_end
+        if row.wants_end or self.is_paused(row):
+            return False
+        return what == "park" or row.verdict is None
+
+    def take_orphan(self, row: Row) -> None:
+        row.status, row.owner, row.due = PENDING, None, self.clock
+        row.epoch += 1
+        row.redrives += 1
+        row.orphanings += 1
+
     # --- inside
 
     def _try_to_cancel(self, row: Row) -> bool:
@@ -514,6 +677,7 @@ class Chart:
             self._end(row, CANCELLED)
         except HooksFailed:
             return False
+        row.mirrored = row.rules.known
         return True
 
     def _end(self, row: Row, status: str, parked: str | None = None) -> None:

@@ -11,9 +11,10 @@ from typing import Any, Final
 from django.db import connection, connections
 
 from durable_jobs import database
-from durable_jobs.exceptions import Park, RetryAfter, TerminalError, UnrecoverableError
+from durable_jobs.exceptions import LeaseLostError, Park, RetryAfter, TerminalError, UnrecoverableError
 from durable_jobs.keeper import Keeper
 from durable_jobs.kinds import Cancelled, Done, Kind, Yield
+from durable_jobs.manager import Aborted, ExecutorContext, JobManager
 from durable_jobs.models import Job
 from durable_jobs.runner import SliceContext, SliceResult, run_slice
 from tests.model.chart import AGREES
@@ -256,3 +257,67 @@ def processes() -> Iterator[list[Process]]:
     finally:
         for process in made:
             process.close()
+
+
+class Executor:
+    """What a manager runs: it waits for orders, too."""
+
+    def __init__(self) -> None:
+        self.stop: threading.Event | None = None
+        self._orders: queue.SimpleQueue[str | int] = queue.SimpleQueue()
+        self._told: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._dead = False
+
+    def __call__(self, ctx: ExecutorContext) -> Any:
+        self.stop = ctx.stop
+        self._told.put("works")
+        while True:
+            order = self._orders.get()
+            if order == "return":
+                return None
+            if order == "raise":
+                raise RuntimeError("no route")
+            if order == "abort":
+                raise Aborted
+            if order == "die":
+                self._dead = True
+                raise Killed
+            try:
+                ctx.checkpoint(str(order))
+                self._told.put("kept")
+            except LeaseLostError:
+                self._told.put("refused")
+
+    def heard(self) -> str:
+        """`works` when it waits for orders, `over` when its outcome is recorded or could not be."""
+        return self._told.get(timeout=PATIENCE)
+
+    def order(self, order: str | int) -> str:
+        """A number is a checkpoint; else how it ends."""
+        self._orders.put(order)
+        return self.heard()
+
+    def tell_over(self) -> None:
+        self._told.put("over")
+
+    def unless_dead(self, execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        if self._dead:
+            raise Killed
+        return execute(sql, params, many, context)
+
+
+class Manager(JobManager):
+    """Beats when it is told to, and says when an executor is over."""
+
+    def beat(self, job_id: Any) -> None:
+        self._beat(self._runs[job_id])
+
+    def _start_beats(self) -> None:
+        pass
+
+    def _execute(self, run: Any, executor: Any) -> None:
+        connection.execute_wrappers.append(executor.unless_dead)
+        try:
+            super()._execute(run, executor)
+        finally:
+            executor.tell_over()

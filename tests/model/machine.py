@@ -13,22 +13,59 @@ from django.db import connection
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from durable_jobs import service, store
-from durable_jobs.exceptions import DurableJobsError
+from durable_jobs import database, receipts, service, store
+from durable_jobs.exceptions import DurableJobsError, ErrorClass, ErrorFacts
 from durable_jobs.kinds import Retry
-from durable_jobs.models import Job
+from durable_jobs.models import Job, Scope
+from durable_jobs.receipts import AttemptOutcome, ExecutionContext, Finalized
 from durable_jobs.reconciler import Reconciler, Sighting
-from durable_jobs.store import Probe
+from durable_jobs.store import Lease, Orphan, Probe
 from tests.model import hands as people
-from tests.model.chart import AGREES, ENDED, FAILED, HELD, LEASE, OPEN, Chart, Row, Rules, Slice, Watch
-from tests.model.hands import ENDS, Hand, Hooks, Process, Undo, advance
+from tests.model.chart import (
+    AGREES,
+    CANCELLED,
+    ENDED,
+    FAILED,
+    GRACE,
+    HELD,
+    LEASE,
+    OPEN,
+    QUEUE,
+    RUNNING,
+    TENANT,
+    Chart,
+    Grip,
+    Pause,
+    Row,
+    Rules,
+    Slice,
+    Watch,
+)
+from tests.model.hands import ENDS, Executor, Hand, Hooks, Manager, Process, Submission, Undo, advance
 from tests.models import Shipment
+from tests.store.rows import post_letter
 
 RULES: Final = (
     Rules("model.ship", "redrive", 2, 3, 10, 30, True, hooks=True),
     Rules("model.bank", "park", 3, 2, 10, 10, False, hooks=True),
     Rules("model.plain", "redrive", 1, 2, 20, 300, True, hooks=False),
 )
+BY_HAND: Final = Rules("model.by_hand", "park", 3, 3, 5, 5, False, hooks=False, known=False)
+PAUSES: Final[tuple[Pause, ...]] = (
+    *(("", rules.name, "") for rules in RULES),
+    (QUEUE, "", ""),
+    (QUEUE, RULES[0].name, ""),
+    ("", "", TENANT),
+    ("", RULES[2].name, TENANT),
+    ("", "", ""),
+    ("another", "", ""),
+    (QUEUE, RULES[0].name, "another"),
+)
+INPUT: Final = '{"at":1}'
+SCOPE: Final = Scope(TENANT)
+FACTS: Final = ErrorFacts(ErrorClass.TRANSIENT, "E1", "builtins.OSError", "no route", "")
+MOST_LATE: Final = 6
+"""Leases, grips and sightings of old that are kept, so that somebody may still act on them."""
 MOST_JOBS: Final = 8
 TOLERANCE: Final = 4.5
 """Seconds by which a time on a row may differ from the chart's."""
@@ -40,6 +77,7 @@ MOST_SECONDS: Final = 3.0
 ACTS: Final = tuple(
     f"{10 * 'work '}start start start cancel cancel redrive redrive release settle pause weather beat beat deliver"
     " claim_and_lose_the_answer freeze freeze open_fence open_fence close_fence close_fence kill tick tick tick repair_dead"
+    " late_write late_write late_write sight act_late seize letter by_hand by_hand by_hand by_hand by_hand manage manage manage"
     " wait wait wait".split()
 )
 """What may happen next, the likely things more than once. All in one rule: Hypothesis leaves out half of the rules
@@ -82,10 +120,41 @@ _LOOK: Final = {
             j.finished_at IS NOT NULL, j.lock_key
         FROM durable_jobs_job j LEFT JOIN tests_shipment s ON s.id = CAST(j.subject_id AS INTEGER)""",
 }
+_PAPERS: Final = "SELECT note, count(*) FROM tests_shipment WHERE note LIKE '%% %%' GROUP BY note".replace(
+    "%%", "%"
+)
 NAMES: Final = (
     "status", "owner", "epoch", "seq", "redrives", "attempts", "verdict", "orphanings", "failures",
     "hook_failures", "interruptions", "asked", "mailed", "parked", "mirrored", "checkpoint", "domain", "moved",
 )  # fmt: skip
+
+
+LATE: Final[dict[str, Callable[[Lease], Any]]] = {
+    "beat": lambda lease: store.beat_many(lease.owner, [lease])[lease.job_id].mine,
+    "beat again": lambda lease: store.beat_many(lease.owner, [lease])[lease.job_id].renewed,
+    "fence": lambda lease: store.lock_fence(lease, 30.0),
+    "checkpoint": lambda lease: store.write_checkpoint(lease, '"late"') is not None,
+    "progress": lambda lease: store.set_progress(lease, store.Counts(processed=99)) is not None,
+    "yield": lambda lease: store.yield_slice(lease),
+    "give back": lambda lease: store.give_back(lease),
+    "fail": lambda lease: store.fail_slice(
+        lease, FACTS, max_failures=5, first_delay=5, longest_delay=9, exponential=False
+    ),
+    "release": lambda lease: store.release_lease(lease, 5.0),
+    "complete": lambda lease: store.complete(lease, '"late"'),
+    "complete many": lambda lease: store.complete_many(lease.owner, [(lease, '"late"')]),
+    "fail for good": lambda lease: store.fail_terminal(lease.job_id, lease.epoch),
+    "cancel": lambda lease: store.cancel_running(lease.job_id, lease.epoch),
+    "renew": lambda lease: isinstance(store.renew(lease), Job),
+    "percent": lambda lease: store.set_percent(lease, 50.0),
+    "keep": lambda lease: store.keep_checkpoint(lease, '"late"'),
+    "complete by hand": lambda lease: store.complete_owned(lease, '"late"', late=True),
+    "fail by hand": lambda lease: store.fail_owned(lease, FACTS),
+    "cancel by hand": lambda lease: store.cancel_owned(lease, stopped=True),
+}
+"""All that a lease allows, each as it is written; the answer says whether it took effect."""
+BY_EPOCH: Final = ("fail for good", "cancel")
+"""These ask for the epoch alone: whoever has let the lease go still decides with them."""
 
 
 def kinds_of_the_machine() -> list[type]:
@@ -140,6 +209,8 @@ class Machine(RuleBasedStateMachine):
     processes: ClassVar[list[Process]]
     steps: ClassVar[int] = 0
     outcomes: ClassVar[Counter[str]] = Counter()
+    left_over: ClassVar[dict[Executor, Grip]]
+    """Executors of the last example, which still wait for orders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +223,14 @@ class Machine(RuleBasedStateMachine):
         self.ids: list[UUID] = []
         self.slices: dict[Hand, Slice] = {}
         self.dead: list[str] = []
-        self.passed = 0.0
+        self.leases: list[tuple[Row, Lease]] = []
+        self.grips: list[tuple[Grip, ExecutionContext]] = []
+        self.orphans: list[tuple[Row, Orphan]] = []
+        for executor in getattr(type(self), "left_over", ()):
+            executor.order("die")
+        self.manager = Manager(lease_seconds=LEASE, max_jobs=1000)
+        self.runs: dict[Executor, Grip] = {}
+        type(self).left_over = self.runs
         self.reconcilers = [Reconciler(f"mender-{n}", clock=self._monotonic) for n in range(2)]
         self.watches = [Watch(), Watch()]
         self.before: dict[UUID, tuple[Any, ...]] = {}
@@ -273,16 +351,26 @@ class Machine(RuleBasedStateMachine):
         return True
 
     def pause(self, one: int, two: int) -> bool:
-        """A kind is paused, or goes on."""
-        name = (
-            choose(sorted(self.chart.paused), one) if self.chart.paused and two % 4 else RULES[one % 3].name
-        )
-        if name in self.chart.paused:
-            self.chart.paused.remove(name)
-            assert service.unpause(kind=name)
+        """Something is paused, or goes on."""
+        pauses = self.chart.pauses
+        pause = choose(sorted(pauses), one) if pauses and two % 4 else choose(PAUSES, one)
+        queue, kind, tenant = pause
+        if pause in pauses:
+            pauses.remove(pause)
+            assert service.unpause(queue=queue, kind=kind, tenant=tenant)
         else:
-            self.chart.paused.add(name)
-            service.pause(kind=name, reason="a test", actor="anna")
+            pauses.add(pause)
+            service.pause(queue=queue, kind=kind, tenant=tenant, reason="a test", actor="anna")
+        return True
+
+    def letter(self, one: int, two: int) -> bool:
+        """A cancel request that met a locked row: it is in the mailbox, however long ago the lock was."""
+        live = [row for row in self.chart.rows if row.live or row.status == HELD]
+        if not live:
+            return False
+        row = choose(live, one)
+        post_letter(self.id_of(row))
+        row.mailed = True
         return True
 
     def weather(self, one: int, two: int) -> bool:
@@ -348,7 +436,9 @@ class Machine(RuleBasedStateMachine):
         assert row in may, f"took what it may not: {row}"
         earlier = [one for one in may if one.rules is row.rules and (one.due or 0) < (row.due or 0)]
         assert not earlier, "not the longest due"
-        return job, row, self.chart.claim(row, hand.process.owner)
+        slice = self.chart.claim(row, hand.process.owner)
+        self.remember(slice)
+        return job, row, slice
 
     def deliver(self, one: int, two: int) -> bool:
         """A broker's message: it may come early, twice, or late."""
@@ -364,7 +454,9 @@ class Machine(RuleBasedStateMachine):
             self.outcomes[f"refused {old}" if row.due is not None else "refused"] += 1
         else:
             assert isinstance(answer, Job)
-            self.run(hand, answer, row, self.chart.claim(row, hand.process.owner))
+            slice = self.chart.claim(row, hand.process.owner)
+            self.remember(slice)
+            self.run(hand, answer, row, slice)
         return True
 
     def run(self, hand: Hand, job: Job, row: Row, slice: Slice) -> None:
@@ -491,6 +583,320 @@ class Machine(RuleBasedStateMachine):
         process.keeper.beat_now()
         process.keeper._round()
 
+    # --- late writes
+
+    def remember(self, slice: Slice | Grip) -> None:
+        lease = Lease(self.id_of(slice.row), slice.owner, slice.epoch, float(LEASE))
+        self.leases = [*self.leases[-MOST_LATE:], (slice.row, lease)]
+
+    def late_write(self, one: int, two: int) -> bool:
+        """A statement of a lease that somebody else has by now, or nobody: it matches nothing."""
+        stale = [
+            (row, lease) for row, lease in self.leases if (row.owner, row.epoch) != (lease.owner, lease.epoch)
+        ]
+        if not stale:
+            return False
+        row, lease = choose(stale, one)
+        name, write = choose(list(LATE.items()), two)
+        if name in BY_EPOCH and row.epoch == lease.epoch and row.status == RUNNING:
+            return False
+        with database.transaction(database.alias()):
+            assert not write(lease), f"{name} of epoch {lease.epoch}, now {row.epoch}"
+        self.outcomes["a late write"] += 1
+        return True
+
+    def sight(self, one: int, two: int) -> bool:
+        """Somebody looks for orphans, and then is stopped for a while."""
+        found = store.orphans(float(GRACE))
+        should = {self.id_of(row) for row in self.chart._orphans()}
+        assert {orphan.id for orphan in found} == should
+        rows = dict(zip(self.ids, self.chart.rows, strict=True))
+        self.orphans = [*self.orphans[-MOST_LATE:], *((rows[orphan.id], orphan) for orphan in found)]
+        return bool(found)
+
+    def act_late(self, one: int, two: int) -> bool:
+        """He goes on and does what he had decided, if it still is so."""
+        if not self.orphans:
+            return False
+        moved = [
+            (row, seen) for row, seen in self.orphans if row.epoch != seen.epoch and self.chart.is_orphan(row)
+        ]
+        row, orphan = choose(moved or self.orphans, one)
+        what = choose(["take", "take", "park", "cancel"], two)
+        may = self.chart.act_late(row, orphan.epoch, what)
+        if may and what != "take":
+            return False
+        with database.transaction(database.alias()):
+            if what == "take":
+                done = store.take_orphan(orphan, grace=GRACE, delay=0.0)
+            elif what == "park":
+                done = store.park_orphan(orphan, grace=GRACE, code="orphaned", message="gone")
+            else:
+                done = store.cancel_orphan(orphan, grace=GRACE)
+        assert bool(done) == may, f"{what} of epoch {orphan.epoch}, now {row.epoch}"
+        if may:
+            self.chart.take_orphan(row)
+        self.outcomes["a late repair" if may else "a repair too late"] += 1
+        return True
+
+    def seize(self, one: int, two: int) -> bool:
+        """Somebody takes or retries by hand what he saw free a while ago: the statement alone has the last word."""
+        row = self.row(one)
+        free = row.status == HELD or (self.chart.has_run_out(row) and row.verdict is None)
+        ended = row.status in (FAILED, CANCELLED) or self.chart.has_run_out(row)
+        with database.transaction(database.alias()):
+            if not free:
+                assert store.claim_held(self.id_of(row), scope=SCOPE, owner="late", ttl=LEASE) is None
+            assert store.retry_claim(self.id_of(row), row.epoch - 1, "late", LEASE) is None
+            if not ended:
+                assert store.retry_claim(self.id_of(row), row.epoch, "late", LEASE) is None
+        return True
+
+    # --- work by hand
+
+    def context(self, rules: Rules, key: str | None) -> ExecutionContext:
+        return ExecutionContext(SCOPE, "anna", rules.name, key, time.monotonic() + 60)
+
+    def by_hand(self, one: int, two: int) -> bool:
+        """Somebody begins work, takes or retries some, or writes what he holds."""
+        if two == 0:
+            return self.begin_by_hand(one)
+        if two == 1:
+            return self.defer(one)
+        if two in (2, 3):
+            return self.take(one)
+        if two in (4, 5):
+            return self.retry(one)
+        if not self.grips:
+            return self.take(one) or self.begin_by_hand(one)
+        grip, ctx = self.grips[-1] if one % 3 else choose(self.grips, one)
+        if grip.row.locked:
+            # He would wait for the fence of whoever has taken it, and be told afterwards.
+            return False
+        if two in (6, 7):
+            self.complete(grip, ctx)
+        elif two in (8, 9):
+            self.finish(grip, ctx, FAILED if two == 8 else CANCELLED)
+        elif two == 10:
+            renewed = store.renew(self.lease_of(grip))
+            assert isinstance(renewed, Job) == self.chart.beat_by_hand(grip)
+        else:
+            number = str(grip.row.checkpoint + 1)
+            assert store.keep_checkpoint(self.lease_of(grip), number) == self.chart.keep_by_hand(grip)
+        return True
+
+    def lease_of(self, grip: Grip) -> Lease:
+        return Lease(self.id_of(grip.row), grip.owner, grip.epoch, float(LEASE))
+
+    def hold(self, grip: Grip, ctx: ExecutionContext) -> None:
+        assert ctx.fence is not None
+        lease = ctx.fence.lease
+        assert lease.epoch == grip.epoch
+        grip.owner = grip.row.owner = lease.owner
+        self.grips = [*self.grips[-MOST_LATE:], (grip, ctx)]
+        self.remember(grip)
+
+    def begin_by_hand(self, one: int) -> bool:
+        if len(self.chart.rows) == MOST_JOBS:
+            return False
+        rules, key = choose([BY_HAND, RULES[2]], one), choose([None, "once", "by hand"], one)
+        expected = self.chart.begin_by_hand(rules, "", key=key, has_input=key is not None)
+        begun = receipts.begin(self.context(rules, key), None if key is None else INPUT, lease_seconds=LEASE)
+        if isinstance(expected, Grip):
+            assert begun.ctx is not None
+            self.ids.append(begun.job.id)
+            self.hold(expected, begun.ctx)
+        else:
+            assert begun.ctx is None and begun.job.id == self.id_of(expected[1])
+        self.outcomes["begun by hand" if begun.ctx else "begun before"] += 1
+        return True
+
+    def defer(self, one: int) -> bool:
+        if len(self.chart.rows) == MOST_JOBS:
+            return False
+        rules, key = choose([BY_HAND, RULES[2]], one), choose(["once", "by hand", "later"], one)
+        expected = self.chart.defer(rules, key=key)
+        job_id = self.manager.defer_job(rules.name, Submission(key, INPUT))
+        if isinstance(expected, Row):
+            self.ids.append(job_id)
+        else:
+            assert job_id == self.id_of(expected[1])
+        return True
+
+    def take(self, one: int) -> bool:
+        return self.take_this(self.free_for_hands(one))
+
+    def take_this(self, row: Row) -> bool:
+        ctx = self.context(row.rules, row.key)
+        expected = self.chart.take(row, "")
+        try:
+            ctx = receipts.claim(self.id_of(row), ctx, lease_seconds=LEASE)
+        except DurableJobsError as refusal:
+            assert refusal.code == expected, f"refused as {refusal.code}, expected {expected}"
+        else:
+            assert isinstance(expected, Grip), f"not refused; expected {expected}"
+            self.hold(expected, ctx)
+        self.outcomes["claimed by hand" if isinstance(expected, Grip) else f"by hand {expected}"] += 1
+        return True
+
+    def free_for_hands(self, one: int) -> Row:
+        """Held, or with a lease that ran out; seldom any other."""
+        likely = [row for row in self.chart.rows if row.status == HELD or self.chart.has_run_out(row)]
+        return self.row(one) if not likely or one == 11 else choose(likely, one)
+
+    def retry(self, one: int) -> bool:
+        ended = [
+            row for row in self.chart.rows if row.status in (FAILED, CANCELLED) or self.chart.has_run_out(row)
+        ]
+        row = self.row(one) if not ended or one == 11 else choose(ended, one)
+        if row.locked:
+            return False
+        owner = f"hand-{len(self.leases)}-{one}"
+        expected = self.chart.retry(row, owner)
+
+        def retain(image: str) -> str:
+            assert str(self.id_of(row)) in image
+            Shipment.objects.create(note=f"image {row.number}")
+            return '"kept"'
+
+        try:
+            lease = receipts.retry_atomically(
+                self.id_of(row), self.context(row.rules, row.key), retain, owner=owner, lease_seconds=LEASE
+            )
+        except Exception as error:
+            code = getattr(error, "code", None)
+            assert expected == code or expected == "hook", f"refused as {error!r}, expected {expected}"
+        else:
+            assert isinstance(expected, Grip), f"not refused; expected {expected}"
+            self.reopened.add(self.id_of(row))
+            self.hold(expected, self.context(row.rules, row.key).with_fence(lease))
+        self.outcomes["retried by hand" if isinstance(expected, Grip) else f"by hand {expected}"] += 1
+        return True
+
+    def paper(self, row: Row) -> Callable[[ExecutionContext], str]:
+        """The project's own change, which commits with the end of the job."""
+
+        def write(ctx: ExecutionContext) -> str:
+            Shipment.objects.create(note=f"receipt {row.number}")
+            return '"written"'
+
+        return write
+
+    def complete(self, grip: Grip, ctx: ExecutionContext) -> None:
+        expected = self.chart.complete_by_hand(grip)
+        try:
+            receipts.complete_atomically(ctx, self.paper(grip.row))
+        except Exception as error:
+            code = getattr(error, "code", None)
+            assert expected == code or expected == "hook", f"refused as {error!r}, expected {expected}"
+        else:
+            assert expected is None, f"not refused; expected {expected}"
+            grip.row.receipts += 1
+        self.outcomes["completed by hand" if expected is None else f"by hand {expected}"] += 1
+
+    def finish(self, grip: Grip, ctx: ExecutionContext, status: Any) -> None:
+        expected = self.chart.finish_by_hand(grip, status)
+        answer = receipts.finalize_atomically(ctx, AttemptOutcome(status, "so it is"), self.paper(grip.row))
+        if isinstance(answer, Finalized):
+            assert expected is None, f"not refused; expected {expected}"
+            grip.row.receipts += 1
+        else:
+            assert expected in (answer.code, "hook"), f"refused as {answer}, expected {expected}"
+        self.outcomes[f"{status} by hand" if expected is None else f"by hand {expected}"] += 1
+
+    def manage(self, one: int, two: int) -> bool:
+        """The manager of a process without workers: it starts and resumes executors, beats, or dies with them."""
+        if two in (0, 1):
+            return self.start_executor(one)
+        if two in (2, 3, 4):
+            return self.resume(one)
+        if not self.runs:
+            return self.resume(one) if one % 2 else self.start_executor(one)
+        executor = choose(list(self.runs), one)
+        grip = self.runs[executor]
+        if grip.row.locked:
+            return False
+        if two == 5:
+            self.manager_dies()
+        elif two == 6:
+            self.beat_of_manager(executor, grip)
+        elif two == 7:
+            kept = self.chart.keep_by_hand(grip)
+            assert executor.order(grip.row.checkpoint + (not kept)) == ("kept" if kept else "refused")
+        else:
+            self.end_executor(executor, grip, choose(["return", "return", "raise", "abort"], two))
+        return True
+
+    def start_executor(self, one: int) -> bool:
+        if len(self.chart.rows) == MOST_JOBS:
+            return False
+        rules, key = choose([BY_HAND, RULES[2]], one), choose(["once", "managed", "by hand"], one)
+        expected = self.chart.begin_by_hand(rules, self.manager.owner, key=key)
+        executor = Executor()
+        job_id = self.manager.start_job(rules.name, executor, Submission(key, INPUT))
+        if isinstance(expected, Grip):
+            self.ids.append(job_id)
+            self.attend(executor, expected)
+        else:
+            assert job_id == self.id_of(expected[1])
+        return True
+
+    def resume(self, one: int) -> bool:
+        row = self.free_for_hands(one)
+        expected = self.chart.take(row, self.manager.owner)
+        executor = Executor()
+        try:
+            self.manager.resume_job(self.id_of(row), executor)
+        except DurableJobsError as refusal:
+            assert refusal.code == expected, f"refused as {refusal.code}, expected {expected}"
+        else:
+            assert isinstance(expected, Grip), f"not refused; expected {expected}"
+            for earlier, grip in self.runs.items():
+                if grip.row is row and earlier.stop is not None:
+                    assert earlier.stop.is_set(), "an earlier attempt goes on"
+            if row.asked:
+                # It was asked to end before: the executor is not even called.
+                assert executor.heard() == "over" and executor.stop is None
+                self.chart.finish_by_hand(expected, CANCELLED, counted=True)
+            else:
+                self.attend(executor, expected)
+        self.outcomes["resumed" if isinstance(expected, Grip) else f"by hand {expected}"] += 1
+        return True
+
+    def attend(self, executor: Executor, grip: Grip) -> None:
+        assert executor.heard() == "works"
+        self.runs[executor] = grip
+        self.remember(grip)
+
+    def beat_of_manager(self, executor: Executor, grip: Grip) -> None:
+        run = self.manager._runs.get(self.id_of(grip.row))
+        if run is None or run.lease.epoch != grip.epoch:
+            return
+        good = self.chart.beat_by_hand(grip)
+        self.manager._beat(run)
+        assert executor.stop is not None
+        # A job that has ended in this very attempt may have ended by the executor's own receipt.
+        ended = grip.row.status in ENDED and grip.row.epoch == grip.epoch
+        assert executor.stop.is_set() or ended or (good and not grip.row.asked), "nobody told it to stop"
+
+    def end_executor(self, executor: Executor, grip: Grip, how: str) -> None:
+        """Finished work stays finished; who was told to stop and does so has cancelled; else it has failed."""
+        assert executor.stop is not None
+        if how == "return":
+            self.chart.complete_by_hand(grip, late=True)
+        else:
+            obeys = how == "abort" and executor.stop.is_set()
+            self.chart.finish_by_hand(grip, CANCELLED if obeys else FAILED, counted=True)
+        del self.runs[executor]
+        assert executor.order(how) == "over"
+        self.outcomes[f"an executor's {how}"] += 1
+
+    def manager_dies(self) -> None:
+        for executor in list(self.runs):
+            assert executor.order("die") == "over"
+            del self.runs[executor]
+        self.manager = Manager(lease_seconds=LEASE, max_jobs=1000)
+
     # --- repair
 
     def tick(self, one: int, two: int) -> bool:
@@ -554,7 +960,15 @@ class Machine(RuleBasedStateMachine):
         with connection.cursor() as cursor:
             cursor.execute(_LOOK[connection.vendor])
             found = {UUID(str(row[0])): tuple(row[1:]) for row in cursor.fetchall()}
+            cursor.execute(_PAPERS)
+            papers = dict(cursor.fetchall())
         self.holds(found)
+        assert papers == {
+            f"{word} {row.number}": number
+            for row in self.chart.rows
+            for word, number in (("receipt", row.receipts), ("image", row.kept))
+            if number
+        }, "what was written with a receipt is not what the jobs say"
         assert set(found) == set(self.ids)
         for row, job_id in zip(self.chart.rows, self.ids, strict=True):
             self.agrees(row, found[job_id])
@@ -626,11 +1040,14 @@ class Machine(RuleBasedStateMachine):
         for process in self.processes:
             self.die(process)
         Hooks.broken, self.chart.hooks_broken = None, False
-        while self.chart.paused:
+        while self.chart.pauses:
             self.pause(0, 1)
+        self.manager_dies()
         for row in self.chart.rows:
             if row.status == HELD:
                 self.cancel(row.number, 0)
+            elif row.manual and row.status == RUNNING:
+                self.decide(row)
         hand = self.hands[0]
         for _ in range(40):
             if self.late:
@@ -645,6 +1062,13 @@ class Machine(RuleBasedStateMachine):
         self.compare()
         left = [row for row in self.chart.rows if row.status not in ENDED]
         assert not left, f"nothing brings these to their end: {left}"
+
+    def decide(self, row: Row) -> None:
+        """Nobody ends work by hand but a person, once its lease has run out."""
+        if not self.chart.has_run_out(row):
+            self.pass_by(85)
+        self.take_this(row)
+        self.finish(*self.grips[-1], FAILED)
 
 
 def choose(those: Sequence[One], number: int) -> One:
