@@ -6,8 +6,9 @@ for longer than their lease. PostgreSQL is restarted, gently and at once, and it
 process that is stopped inside a write transaction holds the file, and everybody waits for it: such stops are as
 short as the others, and counted.
 
-Then the workers go on in peace until nothing is left to do, and the rows are checked: see `checks.py`. A seed
-makes the same choices again, though not at the same moments. Exit code 1: something that must hold did not.
+Then the workers go on in peace until nothing is left to do, and the rows are checked: see `checks.py`.
+`--break NAME` takes a guarantee away in the workers' processes (`breaking.py`): such a run must end in violations,
+or the checks could not be believed. A seed makes the same choices again, though not at the same moments. Exit code 1: something that must hold did not.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.postgres import FOLDER_VARIABLE, PostgresUnavailable, Server
+from tests.soak.breaking import BREAKS
 
 SHOWN = ("SIGKILL", "SIGSTOP", "SIGSTOP inside a write transaction of SQLite", "SIGTERM", "restarts of PostgreSQL",
          "connections cut", "jobs", "claims", "repairs", "items applied", "changes of owner between items",
@@ -64,7 +66,9 @@ def main(arguments: list[str]) -> int:
                 django.setup()
                 from tests.soak.run import Soak
 
-                report = Soak(options.minutes * 60, options.seed, server, Path(name)).run()
+                report = Soak(
+                    options.minutes * 60, options.seed, server, Path(name), broken=options.broken
+                ).run()
         except PostgresUnavailable as problem:
             print(problem, file=sys.stderr)
             return 1
@@ -73,6 +77,7 @@ def main(arguments: list[str]) -> int:
         "began_at": options.began_at,
         "minutes": options.minutes,
         "seed": options.seed,
+        **({"broken": options.broken} if options.broken else {}),
         "python": platform.python_version(),
         "processors": os.cpu_count(),
         **report,
@@ -106,6 +111,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--report", type=Path, help="where the JSON report goes (default: soak-DATABASE.json)"
     )
+    parser.add_argument("--break", dest="broken", choices=BREAKS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.report = options.report or Path(f"soak-{options.database}.json")
     options.began_at = datetime.now(UTC).isoformat(timespec="seconds")

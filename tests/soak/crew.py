@@ -16,6 +16,7 @@ from pathlib import Path
 from django.db import connection
 
 from tests.processes import Process, Processes
+from tests.soak.breaking import BREAK_VARIABLE
 from tests.soak.checks import Findings
 from tests.soak.kinds import LEASE_SECONDS
 
@@ -45,7 +46,10 @@ FORBIDDEN = ("slice_broke", "deadlock detected", "IntegrityError", "terminal_mir
 class Crew:
     """Keeps the workers running; `strike` does something to one of them."""
 
-    def __init__(self, processes: Processes, findings: Findings, chance: random.Random) -> None:
+    def __init__(
+        self, processes: Processes, findings: Findings, chance: random.Random, broken: str | None = None
+    ) -> None:
+        self._environment = {**ENVIRONMENT, **({BREAK_VARIABLE: broken} if broken else {})}
         self._processes, self._findings, self._random = processes, findings, chance
         self._places: list[Process] = []
         self._told: dict[int, str] = {}
@@ -122,7 +126,7 @@ class Crew:
             *arguments,
             f"--drain-timeout={DRAIN_SECONDS:g}",
             settings=SETTINGS,
-            environment=ENVIRONMENT,
+            environment=self._environment,
         )
         self._ended.append(process)
         self._findings.count("workers started")

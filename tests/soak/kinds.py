@@ -14,6 +14,7 @@ from durable_jobs.exceptions import TerminalError
 from durable_jobs.kinds import BatchKind, Done, Kind, Retry, RetryAfter, StatusMirror, Yield, register
 from durable_jobs.models import Job
 from durable_jobs.runner import SliceContext
+from tests.soak.breaking import break_what_is_asked
 from tests.soak.models import Applied, Order, Sent
 
 LEASE_SECONDS = 3.0
@@ -135,6 +136,8 @@ def fail_sometimes() -> None:
     if chance < TRANSIENT + TERMINAL + LATER:
         raise RetryAfter(0.5)
 
+
+break_what_is_asked()
 
 KINDS = (Resuming, Resuming, Batched, Batched, Parking)
 """What arrives, by weight."""

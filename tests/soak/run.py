@@ -39,17 +39,20 @@ RESTART_EVERY = 30.0
 class Soak:
     """Runs for `seconds`, and answers with a report."""
 
-    def __init__(self, seconds: float, seed: int, server: Server | None, folder: Path) -> None:
+    def __init__(
+        self, seconds: float, seed: int, server: Server | None, folder: Path, *, broken: str | None = None
+    ) -> None:
         self.seconds, self.seed, self.server = seconds, seed, server
         self.findings = Findings()
         self.processes = Processes(folder)
-        self.crew = Crew(self.processes, self.findings, self._chance("crew"))
+        self.crew = Crew(self.processes, self.findings, self._chance("crew"), broken)
         self._operator = self._chance("operator")
         self._outages = self._chance("outages")
 
     def run(self) -> dict[str, Any]:
         call_command("migrate", run_syncdb=True, verbosity=0)
-        self.client = self._signed_in()
+        # One for each thread: Django's test client keeps the exception of a request, and gives it to whoever asks.
+        self.clients = {act: self._signed_in() for act in ("cancel", "redrive")}
         # Refused clicks and answers during an outage are counted, not told.
         logging.getLogger("django.request").setLevel(logging.CRITICAL)
         logging.getLogger("durable_jobs").setLevel(logging.CRITICAL)
@@ -146,7 +149,9 @@ class Soak:
         job_id = self._operator.choice(ids)
         self.findings.count(f"{act}s clicked")
         if self._operator.random() < 0.5:
-            answer = self.client.post(f"/api/jobs/{job_id}/{act}/", {"reason": "soak"}, "application/json")
+            answer = self.clients[act].post(
+                f"/api/jobs/{job_id}/{act}/", {"reason": "soak"}, "application/json"
+            )
             self.findings.count(f"{act} through the API answered {answer.status_code}")
             if answer.status_code >= 500:
                 self.findings.violate("the API breaks", act=act, said=answer.content[:1000])
@@ -204,7 +209,9 @@ class Soak:
         return random.Random(f"{self.seed}:{name}")
 
     def _signed_in(self) -> Client:
-        user = get_user_model().objects.create_superuser("operator", password=os.urandom(8).hex())
+        user = get_user_model().objects.create_superuser(
+            f"operator {get_user_model().objects.count()}", password=os.urandom(8).hex()
+        )
         client = Client()
         client.force_login(user)
         return client

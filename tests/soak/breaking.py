@@ -1,0 +1,47 @@
+"""Guarantees that can be taken away, to see that the soak notices: `python -m tests.soak --break fence`.
+
+In the workers' processes alone; whoever looks at the rows and judges them is as he should be.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+BREAK_VARIABLE: Final = "DURABLE_JOBS_SOAK_BREAK"
+BREAKS: Final = ("fence", "hooks")
+"""`fence`: every statement of a lease matches, whoever owns the job by now. `hooks`: a job ends without them."""
+
+
+def break_what_is_asked() -> None:
+    """In a worker, before its first statement: take away what its environment names."""
+    wanted = os.environ.get(BREAK_VARIABLE)
+    if wanted == "fence":
+        _forget_owner_and_epoch()
+    elif wanted == "hooks":
+        from durable_jobs import lifecycle
+
+        lifecycle._run_hooks = lambda kind, job: None
+
+
+def _forget_owner_and_epoch() -> None:
+    """Whoever once had a job writes it as long as it runs, and no beat tells him that it is not his."""
+    from durable_jobs import store
+
+    store._OWNED = "id = :id AND status = 'running'"
+    beat = store._BEAT_MANY._templates
+    for vendor, conditions in _OF_A_BEAT.items():
+        for condition in conditions:
+            assert condition in beat[vendor], "the statement has changed"
+            beat[vendor] = beat[vendor].replace(condition, "")
+
+
+_OF_A_BEAT: Final = {
+    "postgresql": (" AND {job}.lease_epoch = mine.mine_epoch", " AND {job}.lease_owner = :owner"),
+    "sqlite": (
+        " AND lease_owner = :owner",
+        """
+        AND lease_epoch = (SELECT json_extract(m.value, '$[1]') FROM json_each(:leases) m
+         WHERE json_extract(m.value, '$[0]') = {job}.id)""",
+    ),
+}
