@@ -17,7 +17,7 @@ from durable_jobs import database, receipts, service, store
 from durable_jobs.exceptions import DurableJobsError, ErrorClass, ErrorFacts
 from durable_jobs.kinds import Retry
 from durable_jobs.models import Job, Scope
-from durable_jobs.receipts import AttemptOutcome, ExecutionContext, Finalized
+from durable_jobs.receipts import AttemptOutcome, ExecutionContext, Finalized, Submission
 from durable_jobs.reconciler import Reconciler, Sighting
 from durable_jobs.store import Lease, Orphan, Probe
 from tests.model import hands as people
@@ -41,7 +41,7 @@ from tests.model.chart import (
     Slice,
     Watch,
 )
-from tests.model.hands import ENDS, Executor, Hand, Hooks, Manager, Process, Submission, Undo, advance
+from tests.model.hands import ENDS, Executor, Hand, Hooks, Manager, Process, Undo, advance
 from tests.models import Shipment
 from tests.store.rows import post_letter
 
