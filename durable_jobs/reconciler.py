@@ -7,7 +7,8 @@ none is ever parked for it. Each repair is a transaction of its own, restates ev
 
 An expired lease is no proof of a dead worker: after an outage of the database every lease is old. So an orphan
 is repaired only on its second sighting: this reconciler has seen it before, at least `GRACE` seconds ago, with
-the same epoch and expiry, and nothing has happened since that makes it doubt what it saw.
+the same epoch and expiry, and nothing has happened since that makes it doubt what it saw. A machine that is always
+slow would be doubted for ever: a sighting that has outlasted `MOST_DOUBTS` of them holds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -41,6 +42,10 @@ from durable_jobs.transports import BrokerTransport
 
 SLOW_WRITE: Final = 1.0
 """Seconds after which the write that begins a pass counts as a sign of an outage."""
+
+MOST_DOUBTS: Final = 3
+"""Slow writes and late passes that begin a sighting anew. Each of those writes was taken, so those of a living owner,
+which tries all the time, would have been taken too."""
 
 FIRST_SPACING: Final = 15.0
 LONGEST_SPACING: Final = 600.0
@@ -151,11 +156,12 @@ def spacing(earlier: int) -> float:
 
 @dataclass(frozen=True)
 class Sighting:
-    """A lease seen expired, and when, by the clock of the reconciler that saw it."""
+    """A lease seen expired, and when, by the clock of the reconciler that saw it; how often that was doubted."""
 
     epoch: int
     expires_at: datetime
     seen_at: float
+    doubts: int = 0
 
 
 @dataclass(frozen=True)
@@ -226,7 +232,7 @@ class Reconciler:
                 self._outage.seen(error)
             else:
                 log("reconcile_pass_failed", level=logging.ERROR, owner=self.owner, error=error)
-            self._void("database_error")
+            self._void()
             database.drop_broken(database.alias())
         finally:
             self._ended_at = self._clock()
@@ -252,11 +258,12 @@ class Reconciler:
         """Write before reading: a database that does not take a write has taken no beats either."""
         # Passes may be as far apart as a sighting must be old.
         longest = 2 * max(config.TICK, config.GRACE)
-        if self._ended_at is not None and this.began - self._ended_at > longest:
-            self._void("late_tick")
+        late = self._ended_at is not None and this.began - self._ended_at > longest
         registered = store.worker_beat(self.owner)
         if self._clock() - this.began > SLOW_WRITE:
-            self._void("slow_write")
+            self._doubt("slow_write")
+        elif late:
+            self._doubt("late_tick")
         if not registered and self._register is not None:
             self._register()
 
@@ -427,17 +434,29 @@ class Reconciler:
 
     # --- doubts and errors ------------------------------------------------------------------------------
 
-    def _void(self, reason: str) -> None:
+    def _void(self) -> None:
         """Forget every sighting: what was seen may be the outage's doing and not a dead worker's."""
-        if self._sightings:
+        self._tell_void("database_error", len(self._sightings))
+        self._sightings.clear()
+
+    def _doubt(self, reason: str) -> None:
+        """Let what was seen count from now on: the owners may not have been able to write until now, either."""
+        now, doubted = self._clock(), 0
+        for job_id, seen in self._sightings.items():
+            if seen.doubts < MOST_DOUBTS:
+                self._sightings[job_id] = replace(seen, seen_at=now, doubts=seen.doubts + 1)
+                doubted += 1
+        self._tell_void(reason, doubted)
+
+    def _tell_void(self, reason: str, jobs: int) -> None:
+        if jobs:
             log(
                 "reconcile_sightings_void",
                 level=logging.WARNING,
                 owner=self.owner,
                 reason=reason,
-                jobs=len(self._sightings),
+                jobs=jobs,
             )
-        self._sightings.clear()
 
     @contextmanager
     def _one(self, this: Pass, row: Waiting | Orphan, event: str) -> Iterator[None]:

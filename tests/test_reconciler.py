@@ -358,6 +358,50 @@ def test_a_first_write_that_waited_voids_what_was_seen(
     assert mender.tick().redriven == 1
 
 
+@pytest.mark.parametrize("always", ["slow", "late"])
+def test_a_machine_that_is_always_slow_repairs_all_the_same(
+    mender: Reconciler, clock: Clock, monkeypatch: pytest.MonkeyPatch, always: str
+) -> None:
+    """Each of those writes was taken, so the owner's would have been taken too."""
+    job = orphan()
+    enrol("mender")
+    write = store.worker_beat
+
+    def waits(owner: str) -> bool:
+        clock.skip(1.5 if always == "slow" else 0.0)
+        return write(owner)
+
+    monkeypatch.setattr(store, "worker_beat", waits)
+    repaired = []
+    for _ in range(6):
+        repaired.append(mender.tick().redriven)
+        clock.skip(GRACE + 1 if always == "slow" else 2 * GRACE + 1)
+    assert repaired == [0, 0, 0, 0, 1, 0] and now(job).status == "pending"
+
+
+def test_a_beat_in_slow_times_begins_the_doubts_anew(
+    mender: Reconciler, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P2: whoever lives has been able to write between two of the writes that were taken."""
+    job = orphan()
+    enrol("mender")
+    write = store.worker_beat
+
+    def waits(owner: str) -> bool:
+        clock.skip(1.5)
+        return write(owner)
+
+    monkeypatch.setattr(store, "worker_beat", waits)
+    for _ in range(3):
+        assert mender.tick().sighted == 1
+        clock.skip(GRACE + 1)
+    age(job, seconds=1_800)
+    for _ in range(4):
+        assert mender.tick().sighted == 1
+        clock.skip(GRACE + 1)
+    assert mender.tick().redriven == 1
+
+
 @pytest.mark.postgres_only
 def test_a_lost_connection_voids_what_was_seen_and_the_next_pass_has_a_new_one(
     mender: Reconciler, clock: Clock, second_connection: OtherConnection, caplog: pytest.LogCaptureFixture

@@ -12,7 +12,8 @@ from typing import Final
 
 GRACE: Final = 20
 LONGEST_GAP: Final = 40
-"""Passes of one reconciler that are further apart void what it has seen."""
+"""Passes of one reconciler that are further apart begin anew what it has seen, `MOST_DOUBTS` times."""
+MOST_DOUBTS: Final = 3
 LEASE: Final = 60
 
 HELD, PENDING, RUNNING = "held", "pending", "running"
@@ -145,6 +146,7 @@ class Sighting:
     epoch: int
     expires: int
     at: int
+    doubts: int = 0
 
 
 @dataclass
@@ -581,7 +583,9 @@ class Chart:
         """One pass: letters, cancels of what nobody works on, orphans at their second sighting."""
         now = self.clock
         if watch.ended_at is not None and now - watch.ended_at > LONGEST_GAP:
-            watch.sightings.clear()
+            for seen in watch.sightings.values():
+                if seen.doubts < MOST_DOUBTS:
+                    seen.at, seen.doubts = now, seen.doubts + 1
         for row in self.rows:
             if row.mailed and not row.locked and row.status not in ENDED and not row.manual:
                 row.asked, row.mailed = True, False

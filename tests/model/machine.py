@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, Final, TypeVar
 from uuid import UUID
@@ -18,7 +19,7 @@ from durable_jobs.exceptions import DurableJobsError, ErrorClass, ErrorFacts
 from durable_jobs.kinds import Retry
 from durable_jobs.models import Job, Scope
 from durable_jobs.receipts import AttemptOutcome, ExecutionContext, Finalized, Submission
-from durable_jobs.reconciler import Reconciler, Sighting
+from durable_jobs.reconciler import Reconciler
 from durable_jobs.store import Lease, Orphan, Probe
 from tests.model import hands as people
 from tests.model.chart import (
@@ -942,7 +943,7 @@ class Machine(RuleBasedStateMachine):
         pass_time(seconds)
         for reconciler in self.reconcilers:
             reconciler._sightings = {
-                key: Sighting(seen.epoch, seen.expires_at - timedelta(seconds=seconds), seen.seen_at)
+                key: replace(seen, expires_at=seen.expires_at - timedelta(seconds=seconds))
                 for key, seen in reconciler._sightings.items()
             }
 
