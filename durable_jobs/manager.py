@@ -54,7 +54,7 @@ RETRY_SECONDS: Final = 0.05
 class ExecutorContext:
     """All that an executor is given.
 
-    `stop` is set when a cancel was requested or the lease was lost: raise `Aborted` then. `lease` names this
+    `stop` is set when a cancel was requested, the lease was lost, or the job has ended: raise `Aborted` then. `lease` names this
     attempt. `checkpoint(text)` stores a text of JSON under the lease; a resumed attempt finds it on the job.
     """
 
@@ -321,7 +321,7 @@ class JobManager:
             self._note(run, error)
 
     def _has_ended(self, lease: Lease) -> bool:
-        """Whether the executor itself has ended its job, by a receipt."""
+        """Whether the job was ended under this lease already, by a receipt."""
         job = store.get(lease.job_id)
         return job is not None and job.status in TERMINAL and job.lease_epoch == lease.epoch
 
@@ -363,7 +363,9 @@ class JobManager:
                 return
             if job is None:
                 if self._runs.get(run.lease.job_id) is not run or self._has_ended(run.lease):
+                    # By the executor's own receipt, or by that of somebody else who had the lease from it.
                     run.kept = False
+                    run.stop.set()
                     return
                 raise LeaseLostError(run.lease.job_id, run.lease.owner, run.lease.epoch)
         except Exception as error:

@@ -12,7 +12,7 @@ from uuid import UUID
 import pytest
 from django.db import OperationalError, connection, transaction
 
-from durable_jobs import receipts, service, store
+from durable_jobs import lifecycle, receipts, service, store
 from durable_jobs.exceptions import (
     IdempotencyConflict,
     InvalidInput,
@@ -361,6 +361,24 @@ def test_a_lost_lease_stops_the_executor_and_is_told(managers: Any) -> None:
     assert "is lost" in (job.diagnostic or "")
     assert "is lost" in (manager.list_jobs()[0].diagnostic or "")  # A107
     assert managers().get_job(job_id).diagnostic is None  # type: ignore[union-attr]
+
+
+def test_an_end_by_somebody_else_under_the_same_lease_stops_the_executor(managers: Any) -> None:
+    """Nothing was lost, so nothing is told; but going on is pointless."""
+
+    def until_stopped(ctx: ExecutorContext) -> None:
+        assert ctx.stop.wait(20)
+        raise Aborted
+
+    work, manager = Work(until_stopped), managers(lease_seconds=60.0)
+    job_id = manager.start_job(KIND, work)
+    assert work.begun.wait(10)
+    assert lifecycle.complete_owned(None, work.ctx.lease, None) is not None  # type: ignore[union-attr]
+    manager._runs[job_id].next_beat = 0.0
+    manager._wake.set()
+    work.go.set()
+    job = settled(manager, job_id)
+    assert (job.status, job.diagnostic) == ("completed", None) and work.ctx.stop.is_set()  # type: ignore[union-attr]
 
 
 @pytest.mark.postgres_only
