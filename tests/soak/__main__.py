@@ -29,7 +29,8 @@ from typing import Any
 from tests.postgres import FOLDER_VARIABLE, PostgresUnavailable, Server
 from tests.soak.breaking import BREAKS
 
-SHOWN = ("SIGKILL", "SIGSTOP", "SIGSTOP inside a write transaction of SQLite", "SIGTERM", "restarts of PostgreSQL",
+SHOWN = ("SIGKILL", "SIGSTOP", "SIGSTOP until another owner ran the job",
+         "SIGSTOP inside a write transaction of SQLite", "SIGTERM", "restarts of PostgreSQL",
          "connections cut", "jobs", "claims", "repairs", "items applied", "changes of owner between items",
          "effects outside fences", "repeats outside fences", "cancels clicked", "redrives clicked",
          "looks at all rows")  # fmt: skip
@@ -59,7 +60,7 @@ def main(arguments: list[str]) -> int:
             with database(options.database, Path(name)) as server:
                 os.environ["DJANGO_SETTINGS_MODULE"] = "tests.soak.settings"
                 os.environ["DURABLE_JOBS_TEST_SETTINGS"] = json.dumps(
-                    {"DISCOVER": ["soak.kinds"], "GRACE": 2.0}
+                    {"DISCOVER": ["soak.kinds"], "GRACE": 1.5}
                 )
                 import django
 

@@ -22,6 +22,7 @@ def break_what_is_asked() -> None:
         from durable_jobs import lifecycle
 
         lifecycle._run_hooks = lambda kind, job: None
+        lifecycle._complete_mirrored = lambda owner, kind, endings: lifecycle._complete_whole(owner, endings)
 
 
 def _forget_owner_and_epoch() -> None:

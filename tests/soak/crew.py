@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from uuid import UUID
 
-from django.db import connection
+from django.db import InterfaceError, OperationalError, connection, connections
 
+from durable_jobs.models import Job
 from tests.processes import Process, Processes
 from tests.soak.breaking import BREAK_VARIABLE
 from tests.soak.checks import Findings
 from tests.soak.kinds import LEASE_SECONDS
 
-GRACE, TICK = 2.0, 1.0
+GRACE, TICK = 1.5, 1.0
 SETTINGS = {"DISCOVER": ["soak.kinds"], "POLL": 0.1, "TICK": TICK, "GRACE": GRACE}
 ENVIRONMENT = {"DJANGO_SETTINGS_MODULE": "tests.soak.settings"}
 
@@ -32,6 +34,10 @@ EXIT_CUT_OFF, EXIT_NO_DATABASE, EXIT_GAVE_UP = 1, 4, 70
 LIFE_SECONDS = 5.0
 """How long a worker works before it is struck: repair takes two looks and a grace between them, and a machine on
 which nobody lives so long repairs nothing."""
+STRIKES = {"kill": 5, "stop": 4, "terminate": 1}
+"""What is done to a worker, by weight."""
+LONGEST_STOP = 20.0
+"""Seconds for which a stopped worker is waited for until somebody else runs what it held."""
 STUCK_AFTER = 0.8
 """Seconds for which nobody gets SQLite's write lock before it is said that a stopped process holds it."""
 
@@ -70,12 +76,12 @@ class Crew:
                     self._places[number] = self._worker(CREW[number])
 
     def strike(self) -> None:
-        """SIGKILL, SIGTERM, or SIGSTOP for longer than a lease and what follows it."""
+        """SIGKILL, SIGTERM, or SIGSTOP until another owner has what it held."""
         with self._guard:
             pid = self._victim()
             if pid is None:
                 return
-            how = self._random.choices(("kill", "stop", "terminate"), (7, 2, 1))[0]
+            how = self._random.choices(tuple(STRIKES), tuple(STRIKES.values()))[0]
             if how == "stop":
                 if len(self._stopped) >= self._most_stopped():
                     return
@@ -105,6 +111,7 @@ class Crew:
 
     def wake_all(self) -> None:
         for pid in list(self._stopped):
+            self._stopped.discard(pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
@@ -180,22 +187,49 @@ class Crew:
         return 1 if connection.vendor == "sqlite" else 2
 
     def _stop_for_a_while(self, pid: int) -> None:
-        """Long enough for others to take what it holds; then it goes on, and must not write."""
-        seconds = LEASE_SECONDS + GRACE + TICK + self._random.uniform(0.5, 2.5)
+        """Until somebody else runs what it held; then it goes on beside that one, and must not write."""
+        until = time.monotonic() + LONGEST_STOP
+        short = time.monotonic() + LEASE_SECONDS + GRACE + TICK + self._random.uniform(0.5, 2.5)
         try:
             os.kill(pid, signal.SIGSTOP)
             self._findings.count("SIGSTOP")
-            until = time.monotonic() + seconds
             if connection.vendor == "sqlite" and _nobody_can_write():
-                # It holds the file: everybody waits for it, and no longer than this stop lasts.
+                # It holds the file: everybody waits for it, and nobody can take anything over meanwhile.
                 self._findings.count("SIGSTOP inside a write transaction of SQLite")
-                self._findings.count("seconds in which nobody could write", round(seconds, 1))
-            time.sleep(max(until - time.monotonic(), 0))
+                self._findings.count(
+                    "seconds in which nobody could write", round(short - time.monotonic(), 1)
+                )
+                time.sleep(max(short - time.monotonic(), 0))
+            elif self._is_succeeded(pid, until):
+                self._findings.count("SIGSTOP until another owner ran the job")
+            else:
+                time.sleep(max(short - time.monotonic(), 0))
             os.kill(pid, signal.SIGCONT)
         except ProcessLookupError:
             pass
         finally:
             self._stopped.discard(pid)
+            connections.close_all()
+
+    def _is_succeeded(self, pid: int, until: float) -> bool:
+        """Wait until a job that this stopped process holds is run by another owner."""
+        held: dict[UUID, int] | None = None
+        while time.monotonic() < until and pid in self._stopped:
+            try:
+                running = Job.objects.filter(status="running", lease_owner__isnull=False)
+                if held is None:
+                    held = dict(
+                        running.filter(lease_owner__contains=f":{pid}:").values_list("id", "lease_epoch")
+                    )
+                    if not held:
+                        return False
+                now = running.filter(id__in=held).values_list("id", "lease_epoch")
+                if any(epoch > held[job_id] for job_id, epoch in now):
+                    return True
+            except (OperationalError, InterfaceError):
+                connections.close_all()
+            time.sleep(0.1)
+        return False
 
 
 def children(pid: int) -> list[int]:

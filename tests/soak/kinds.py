@@ -17,7 +17,7 @@ from durable_jobs.runner import SliceContext
 from tests.soak.breaking import break_what_is_asked
 from tests.soak.models import Applied, Order, Sent
 
-LEASE_SECONDS = 3.0
+LEASE_SECONDS = 2.0
 REST = 0.04
 """Seconds that an item takes beside its statements."""
 
