@@ -82,9 +82,9 @@ class Crew:
             if pid is None:
                 return
             how = self._random.choices(tuple(STRIKES), tuple(STRIKES.values()))[0]
+            if how == "stop" and len(self._stopped) >= self._most_stopped():
+                how = "kill"
             if how == "stop":
-                if len(self._stopped) >= self._most_stopped():
-                    return
                 self._stopped.add(pid)
                 threading.Thread(target=self._stop_for_a_while, args=[pid], daemon=True).start()
                 return
