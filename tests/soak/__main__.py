@@ -33,7 +33,7 @@ SHOWN = ("SIGKILL", "SIGSTOP", "SIGSTOP until another owner ran the job",
          "SIGSTOP inside a write transaction of SQLite", "SIGTERM", "restarts of PostgreSQL",
          "connections cut", "jobs", "claims", "repairs", "items applied", "changes of owner between items",
          "effects outside fences", "repeats outside fences", "cancels clicked", "redrives clicked",
-         "looks at all rows")  # fmt: skip
+         "looks at all rows", "longest that a row stayed expired, seconds")  # fmt: skip
 
 
 @contextmanager

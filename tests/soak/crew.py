@@ -222,6 +222,7 @@ class Crew:
                         running.filter(lease_owner__contains=f":{pid}:").values_list("id", "lease_epoch")
                     )
                     if not held:
+                        self._findings.count("SIGSTOP of a worker that held nothing")
                         return False
                 now = running.filter(id__in=held).values_list("id", "lease_epoch")
                 if any(epoch > held[job_id] for job_id, epoch in now):
