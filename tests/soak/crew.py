@@ -36,8 +36,9 @@ LIFE_SECONDS = 5.0
 which nobody lives so long repairs nothing."""
 STRIKES = {"kill": 5, "stop": 4, "terminate": 1}
 """What is done to a worker, by weight."""
-LONGEST_STOP = 20.0
-"""Seconds for which a stopped worker is waited for until somebody else runs what it held."""
+LONGEST_STOP = 12.0
+"""Seconds for which a worker stays stopped at most while nobody else runs what it held: a supervisor that is told to
+end meanwhile must not lose its patience with it."""
 STUCK_AFTER = 0.8
 """Seconds for which nobody gets SQLite's write lock before it is said that a stopped process holds it."""
 
@@ -82,7 +83,7 @@ class Crew:
             if pid is None:
                 return
             how = self._random.choices(tuple(STRIKES), tuple(STRIKES.values()))[0]
-            if how == "stop" and len(self._stopped) >= self._most_stopped():
+            if how == "stop" and (len(self._stopped) >= self._most_stopped() or self._is_draining(pid)):
                 how = "kill"
             if how == "stop":
                 self._stopped.add(pid)
@@ -182,6 +183,10 @@ class Crew:
             and now - self._seen_at_work[pid] >= LIFE_SECONDS
         ]
         return self._random.choice(pids) if pids else None
+
+    def _is_draining(self, pid: int) -> bool:
+        """Whether its supervisor has been told to end."""
+        return any(pid in children(process.pid) for process in self._places if process.pid in self._told)
 
     def _most_stopped(self) -> int:
         return 1 if connection.vendor == "sqlite" else 2
