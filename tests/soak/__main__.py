@@ -2,7 +2,7 @@
 
 `python -m tests.soak [--minutes 10] [--database sqlite|postgres] [--seed N] [--report FILE]`. Jobs arrive all the
 time; operators cancel and redrive, half of them through the REST API. Workers get SIGKILL, SIGTERM, and SIGSTOP
-for longer than their lease. PostgreSQL is restarted, gently and at once, and its connections are cut. On SQLite a
+until another owner runs what they held. PostgreSQL is restarted, gently and at once, and its connections are cut. On SQLite a
 process that is stopped inside a write transaction holds the file, and everybody waits for it: such stops are as
 short as the others, and counted.
 
@@ -29,7 +29,7 @@ from typing import Any
 from tests.postgres import FOLDER_VARIABLE, PostgresUnavailable, Server
 from tests.soak.breaking import BREAKS
 
-SHOWN = ("SIGKILL", "SIGSTOP", "SIGSTOP until another owner ran the job",
+SHOWN = ("SIGKILL", "SIGSTOP past the lease", "SIGSTOP until another owner ran the job",
          "SIGSTOP inside a write transaction of SQLite", "SIGTERM", "restarts of PostgreSQL",
          "connections cut", "jobs", "claims", "repairs", "items applied", "changes of owner between items",
          "effects outside fences", "repeats outside fences", "cancels clicked", "redrives clicked",

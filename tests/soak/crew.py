@@ -16,7 +16,7 @@ from uuid import UUID
 
 from django.db import InterfaceError, OperationalError, connection, connections
 
-from durable_jobs.models import Job
+from durable_jobs.models import LIVE, Job
 from tests.processes import Process, Processes
 from tests.soak.breaking import BREAK_VARIABLE
 from tests.soak.checks import Findings
@@ -36,6 +36,7 @@ LIFE_SECONDS = 5.0
 which nobody lives so long repairs nothing."""
 STRIKES = {"kill": 5, "stop": 4, "terminate": 1}
 """What is done to a worker, by weight."""
+MOST_STOPPED = 2
 LONGEST_STOP = 12.0
 """Seconds for which a worker stays stopped at most while nobody else runs what it held: a supervisor that is told to
 end meanwhile must not lose its patience with it."""
@@ -83,7 +84,7 @@ class Crew:
             if pid is None:
                 return
             how = self._random.choices(tuple(STRIKES), tuple(STRIKES.values()))[0]
-            if how == "stop" and (len(self._stopped) >= self._most_stopped() or self._is_draining(pid)):
+            if how == "stop" and (len(self._stopped) >= MOST_STOPPED or self._is_draining(pid)):
                 how = "kill"
             if how == "stop":
                 self._stopped.add(pid)
@@ -188,16 +189,12 @@ class Crew:
         """Whether its supervisor has been told to end."""
         return any(pid in children(process.pid) for process in self._places if process.pid in self._told)
 
-    def _most_stopped(self) -> int:
-        return 1 if connection.vendor == "sqlite" else 2
-
     def _stop_for_a_while(self, pid: int) -> None:
         """Until somebody else runs what it held; then it goes on beside that one, and must not write."""
         until = time.monotonic() + LONGEST_STOP
         short = time.monotonic() + LEASE_SECONDS + GRACE + TICK + self._random.uniform(0.5, 2.5)
         try:
             os.kill(pid, signal.SIGSTOP)
-            self._findings.count("SIGSTOP")
             if connection.vendor == "sqlite" and _nobody_can_write():
                 # It holds the file: everybody waits for it, and nobody can take anything over meanwhile.
                 self._findings.count("SIGSTOP inside a write transaction of SQLite")
@@ -205,10 +202,11 @@ class Crew:
                     "seconds in which nobody could write", round(short - time.monotonic(), 1)
                 )
                 time.sleep(max(short - time.monotonic(), 0))
-            elif self._is_succeeded(pid, until):
-                self._findings.count("SIGSTOP until another owner ran the job")
+            elif held := self._held_by(pid, until):
+                self._findings.count("SIGSTOP past the lease")
+                self._wait_for_another(pid, held, until)
             else:
-                time.sleep(max(short - time.monotonic(), 0))
+                self._findings.count("SIGSTOP of a worker that held nothing")
             os.kill(pid, signal.SIGCONT)
         except ProcessLookupError:
             pass
@@ -216,26 +214,30 @@ class Crew:
             self._stopped.discard(pid)
             connections.close_all()
 
-    def _is_succeeded(self, pid: int, until: float) -> bool:
-        """Wait until a job that this stopped process holds is run by another owner."""
-        held: dict[UUID, int] | None = None
+    def _held_by(self, pid: int, until: float) -> dict[UUID, int]:
         while time.monotonic() < until and pid in self._stopped:
             try:
-                running = Job.objects.filter(status="running", lease_owner__isnull=False)
-                if held is None:
-                    held = dict(
-                        running.filter(lease_owner__contains=f":{pid}:").values_list("id", "lease_epoch")
-                    )
-                    if not held:
-                        self._findings.count("SIGSTOP of a worker that held nothing")
-                        return False
-                now = running.filter(id__in=held).values_list("id", "lease_epoch")
-                if any(epoch > held[job_id] for job_id, epoch in now):
-                    return True
+                held = Job.objects.filter(status="running", lease_owner__contains=f":{pid}:")
+                return dict(held.values_list("id", "lease_epoch"))
+            except (OperationalError, InterfaceError):
+                connections.close_all()
+                time.sleep(0.1)
+        return {}
+
+    def _wait_for_another(self, pid: int, held: dict[UUID, int], until: float) -> None:
+        """Until a job of these is run by another owner, or none of them will be."""
+        while time.monotonic() < until and pid in self._stopped:
+            try:
+                live = Job.objects.filter(id__in=held, status__in=LIVE)
+                rows = live.values_list("id", "lease_epoch", "lease_owner")
+                if any(owner and epoch > held[job_id] for job_id, epoch, owner in rows):
+                    self._findings.count("SIGSTOP until another owner ran the job")
+                    return
+                if not rows:
+                    return
             except (OperationalError, InterfaceError):
                 connections.close_all()
             time.sleep(0.1)
-        return False
 
 
 def children(pid: int) -> list[int]:
