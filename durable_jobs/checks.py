@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -203,16 +204,29 @@ def check_database(app_configs: Any = None, **options: Any) -> list[CheckMessage
 def check_running_database(
     app_configs: Any = None, *, databases: Sequence[str] | None = None, **options: Any
 ) -> list[CheckMessage]:
-    """Report what only the database itself can tell (E009, W003, W006)."""
+    """Report what only the database itself can tell (E009, W003, W006, W009)."""
     alias = database.alias()
     if alias not in (databases or ()):
         return []
     connection = connections[alias]
     if connection.vendor == "sqlite":
-        return list(_sqlite_journal(connection))
+        return [*_sqlite_journal(connection), *_not_migrated(connection)]
     if connection.vendor == "postgresql":
-        return list(_postgresql_version(connection)) or list(_isolation_default(connection))
+        too_old = list(_postgresql_version(connection))
+        return too_old or [*_isolation_default(connection), *_not_migrated(connection)]
     return []
+
+
+def _not_migrated(connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
+    # `migrate` asks these checks before it makes the tables. No error: that would keep it from making them.
+    if sys.argv[1:2] == ["migrate"] or (connection.vendor == "sqlite" and _in_memory(connection)):
+        return
+    if lacking := database.lacking(connection):
+        yield Warning(
+            f"The database {connection.alias!r} has no {lacking}: jobs can be neither started nor run.",
+            hint="Run manage.py migrate.",
+            id="durable_jobs.W009",
+        )
 
 
 def _sqlite_version(connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:

@@ -36,6 +36,7 @@ logger = logging.getLogger("durable_jobs")
 Answer = TypeVar("Answer")
 
 JOB_TABLE = "durable_jobs_job"
+MIGRATE_FIRST = "run manage.py migrate first."
 BEGIN_RETRY_SECONDS = 0.001
 URGENT_RETRY_SECONDS = 0.0002
 """A beat has to hit the short gap between two transactions of a writer that does not queue here."""
@@ -70,17 +71,42 @@ def place(connection: BaseDatabaseWrapper) -> str:
     return f"{name}@{host}" if host and not host.startswith("/") else name
 
 
-def lacks_tables(error: BaseException) -> bool:
-    """Whether a statement failed because this package's tables are not there."""
-    text = str(error)
-    undefined = getattr(error.__cause__, "sqlstate", None) == _UNDEFINED_TABLE or "no such table" in text
-    return undefined and "durable_jobs" in text
+def not_migrated(error: BaseException, *, own: bool = False) -> str:
+    """What to do about an error that says that a table or a column of jobs is not there; empty for any other.
+
+    `own`: a statement of this package failed, so that a column is ours even if no table is named with it.
+    """
+    for note in getattr(error, "__notes__", ()):
+        if note.endswith(MIGRATE_FIRST):
+            return str(note)
+    text, state = str(error), getattr(error.__cause__, "sqlstate", None)
+    ours = "durable_jobs" in text
+    if ours and (state == _UNDEFINED_TABLE or "no such table" in text):
+        return f"The database {alias()!r} has no tables for jobs: {MIGRATE_FIRST}"
+    if (ours or own) and (state == _UNDEFINED_COLUMN or _NO_COLUMN.search(text)):
+        return f"The tables for jobs in the database {alias()!r} lack a column: {MIGRATE_FIRST}"
+    return ""
 
 
-def note_missing_tables(error: BaseException) -> None:
-    """Add what is to be done to an error that says so; tracebacks and Django's debug page show the note."""
-    if lacks_tables(error):
-        error.add_note(f"The database {alias()!r} has no tables for jobs: run manage.py migrate first.")
+def note_not_migrated(error: BaseException, *, own: bool = False) -> None:
+    """Add what is to be done to such an error; tracebacks and Django's debug page show the note."""
+    if said := not_migrated(error, own=own):
+        error.add_note(said)
+
+
+def lacking(connection: BaseDatabaseWrapper) -> str:
+    """The first table or column of jobs that the database has not, in words; empty where it has all."""
+    tables = set(connection.introspection.table_names())
+    for model in apps.get_app_config("durable_jobs").get_models():
+        table = model._meta.db_table
+        if table not in tables:
+            return f"table {table}"
+        with connection.cursor() as cursor:
+            there = {column.name for column in connection.introspection.get_table_description(cursor, table)}
+        for field in model._meta.local_concrete_fields:
+            if field.column not in there:
+                return f"column {table}.{field.column}"
+    return ""
 
 
 class OwnAtomic(Atomic):
@@ -542,7 +568,9 @@ DIRECT = "_durable_jobs_direct"
 """Set on the connections of our own threads, where statements may go past Django's cursors."""
 
 _CURSOR = "_durable_jobs_cursor"
-_UNDEFINED_TABLE = "42P01"
+_UNDEFINED_TABLE, _UNDEFINED_COLUMN = "42P01", "42703"
+_NO_COLUMN = re.compile(r"no such column|has no column named")
+"""As SQLite says it."""
 _UNPREPARED = ("0A000", "26000", "42P05")
 """A prepared statement whose result has changed, that is not there, or that is there already."""
 
@@ -622,16 +650,20 @@ class Statement:
                 cursor.execute(sql, {name: adapt(values[name]) for name in names})
                 return cursor.fetchall() if cursor.description else []
         except DatabaseError as error:
-            note_missing_tables(error)
+            note_not_migrated(error, own=True)
             raise
 
     def count(self, connection: BaseDatabaseWrapper, **values: Any) -> int:
         """Run it and answer how many rows it touched."""
         sql, names = self._build(connection.vendor)
         adapt = _adapt_sqlite if connection.vendor == "sqlite" else _adapt_postgresql
-        with connection.cursor() as cursor:
-            cursor.execute(sql, {name: adapt(values[name]) for name in names})
-            return int(cursor.rowcount)
+        try:
+            with connection.cursor() as cursor:
+                cursor.execute(sql, {name: adapt(values[name]) for name in names})
+                return int(cursor.rowcount)
+        except DatabaseError as error:
+            note_not_migrated(error, own=True)
+            raise
 
     def _run_directly(
         self, connection: BaseDatabaseWrapper, values: Mapping[str, Any]

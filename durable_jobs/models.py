@@ -15,7 +15,7 @@ from uuid import UUID
 
 from django.apps import apps
 from django.conf import settings
-from django.db import models, router
+from django.db import DatabaseError, models, router
 from django.db.models import F, Q, Value
 from django.db.models.functions import Coalesce, Length, Now
 from django.db.models.lookups import Exact
@@ -103,6 +103,13 @@ TERMINAL = (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
 
 class ReadOnlyQuerySet(models.QuerySet[Any]):
     """Reads as any queryset; writes are refused, because they would go around the lease."""
+
+    def _fetch_all(self) -> None:
+        try:
+            super()._fetch_all()
+        except DatabaseError as error:
+            database.note_not_migrated(error)
+            raise
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise DirectWrite(self.model.__name__)

@@ -447,7 +447,7 @@ def worker_health(silent: float = PROBED_AFTER) -> Health:
 
 def _unreachable(error: Exception) -> Check:
     problem = " ".join(str(error).split()).rstrip(".?")
-    way_out = "Is it running, and is it migrated? (manage.py migrate)"
+    way_out = database.not_migrated(error) or "Is it running, and is it migrated? (manage.py migrate)"
     return Check("database", False, f"The database {database.alias()!r} fails: {problem}.", way_out)
 
 

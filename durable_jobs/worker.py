@@ -37,7 +37,7 @@ from durable_jobs.exceptions import where_kinds_are_found
 from durable_jobs.keeper import Hold, Keeper
 from durable_jobs.lifecycle import Share
 from durable_jobs.logs import tell
-from durable_jobs.models import CancelRequest, Job, JobEvent, Pause, WorkerProcess
+from durable_jobs.models import Job
 from durable_jobs.outage import Outage
 from durable_jobs.runner import Finished, SliceResult, begin_slice
 from durable_jobs.store import Lease
@@ -197,17 +197,13 @@ class Worker:
         connection = database.connection()
         try:
             connection.ensure_connection()
-            tables = set(connection.introspection.table_names())
+            lacking = database.lacking(connection)
         except DatabaseError as error:
             problem = str(error).strip().replace("\n", " ")
             self._say(f"The database {connection.alias!r} does not answer: {problem}")
             return EXIT_NO_DATABASE
-        needed = (Job, JobEvent, CancelRequest, Pause, WorkerProcess)
-        missing = [model._meta.db_table for model in needed if model._meta.db_table not in tables]
-        if missing:
-            self._say(
-                f"The database {connection.alias!r} has no table {missing[0]}: run `manage.py migrate` first."
-            )
+        if lacking:
+            self._say(f"The database {connection.alias!r} has no {lacking}: {database.MIGRATE_FIRST}")
             return EXIT_NOT_MIGRATED
         return None
 

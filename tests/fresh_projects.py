@@ -243,7 +243,7 @@ def mishaps(project: Project) -> Iterator[tuple[str, list[str]]]:
     # Other apps are migrated, this one was added today.
     for app in ("admin", "auth", "sessions", "shop"):
         project.manage("migrate", app, "--verbosity", "0")
-    yield project.manage("runworker", code=3), ["no table durable_jobs_job: run `manage.py migrate` first"]
+    yield project.manage("runworker", code=3), ["no table durable_jobs_", "run manage.py migrate first"]
     yield project.manage("durable_jobs", "health", code=1), ["PROBLEM  database", "manage.py migrate"]
     yield project.manage("reconcile", code=1), ["no tables for jobs: run manage.py migrate first"]
     yield project.shell(START, code=1), ["no tables for jobs: run manage.py migrate first"]

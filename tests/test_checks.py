@@ -40,12 +40,13 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 """
 RUN_CHECKS = """
 import json, sys
+databases = json.loads(sys.argv[1])
 import django
 django.setup()
 from django.core import checks as registry
 from durable_jobs import checks
 checks.register()
-for message in registry.run_checks(tags=[checks.TAG], databases=json.loads(sys.argv[1])):
+for message in registry.run_checks(tags=[checks.TAG], databases=databases):
     print(message.id, message.msg, message.hint, sep="\\n", end="\\n--\\n")
 """
 
@@ -281,7 +282,17 @@ class TestProjects:
         pasted = (
             f"DATABASES = {SQLITE!r}\nDATABASES['default']['OPTIONS'] = {{\n" + "\n".join(lines) + "\n}\n"
         )
-        assert project.check(pasted, databases=["default"]) == {}
+        assert set(project.check(pasted, databases=["default"])) == {"durable_jobs.W009"}
+
+    def test_w009_a_database_that_was_not_migrated(self, project):
+        """A `migrate` that is about to mend it is not told so; tests/test_newcomers.py has an older table."""
+        settings = f"DATABASES = {SQLITE!r}\nDATABASES['default']['OPTIONS'] = {GOOD_OPTIONS!r}"
+        found = project.check(settings, databases=["default"])
+        assert set(found) == {"durable_jobs.W009"}
+        assert "no table durable_jobs_" in found["durable_jobs.W009"]
+        assert "Run manage.py migrate." in found["durable_jobs.W009"]
+        about_to = f"{settings}\nimport sys\nsys.argv = ['manage.py', 'migrate']"
+        assert project.check(about_to, databases=["default"]) == {}
 
     def test_a_database_in_memory_is_left_alone(self, project):
         memory = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}}
@@ -298,7 +309,7 @@ class TestProjects:
         settings = f"DATABASES = {SQLITE!r}\nDATABASES['default']['OPTIONS'] = {options!r}"
         assert project.check(settings) == {}
         found = project.check(settings, databases=["default"])
-        assert set(found) == {"durable_jobs.W006"}
+        assert set(found) == {"durable_jobs.W006", "durable_jobs.W009"}
         assert "'delete'" in found["durable_jobs.W006"]
 
     def test_e005_users_in_another_database(self, project):
@@ -339,7 +350,7 @@ DATABASE_ROUTERS = ["routers.People"]
                 """
             },
         )
-        assert found == {}
+        assert set(found) == {"durable_jobs.W009"} and "'people'" in found["durable_jobs.W009"]
 
     def test_e007_a_database_of_another_vendor(self, project):
         """A backend that is SQLite in all but its name stands for MySQL, whose driver is not here."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from django.core.management import BaseCommand, CommandError, call_command
 from django.db import DatabaseError, OperationalError, connection, transaction
 
-from durable_jobs import database, explain, kinds
+from durable_jobs import database, explain, kinds, overview
 from durable_jobs.database import Statement
 from durable_jobs.exceptions import UnknownKind
+from durable_jobs.models import Job
 from durable_jobs.testing import make_job
-from durable_jobs.worker import EXIT_NO_DATABASE, Worker
+from durable_jobs.worker import EXIT_NO_DATABASE, EXIT_NOT_MIGRATED, Worker
+from tests.admin.conftest import ALL, logged_in, make_user, url
 from tests.processes import Processes
 
 
@@ -44,6 +48,64 @@ def test_the_projects_own_missing_table_is_not_ours_to_explain() -> None:
     with pytest.raises(DatabaseError) as caught, transaction.atomic():
         Statement("SELECT 1 FROM shop_order_of_tomorrow", types={}).run(connection)
     assert not hasattr(caught.value, "__notes__")
+
+
+LACKS = "The tables for jobs in the database 'default' lack a column: run manage.py migrate first."
+
+
+@pytest.fixture
+def older_tables(db: None) -> None:
+    """The tables of a release that had not yet one of the columns, until the test's transaction is undone."""
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE durable_jobs_job RENAME COLUMN progress_message TO of_tomorrow")
+
+
+@pytest.mark.usefixtures("older_tables")
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: Statement("SELECT of_yesterday FROM durable_jobs_job", types={}).run(connection),
+        lambda: list(Job.objects.all()),
+        lambda: Statement("UPDATE durable_jobs_job SET of_yesterday = 1", types={}).count(connection),
+    ],
+)
+def test_an_upgrade_without_its_migration_says_migrate(act: Callable[[], object]) -> None:
+    with pytest.raises(DatabaseError) as caught, transaction.atomic():
+        act()
+    assert caught.value.__notes__ == [LACKS]
+
+
+@pytest.mark.usefixtures("older_tables")
+def test_commands_and_workers_say_migrate_after_an_upgrade_without_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with (
+        pytest.raises(CommandError, match="lack a column: run manage"),
+        transaction.atomic(),
+    ):
+        call_command("durable_jobs", "list")
+    assert Worker()._examine_database() == EXIT_NOT_MIGRATED
+    column = "no column durable_jobs_job.progress_message"
+    assert f"{column}: run manage.py migrate first" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("older_tables")
+def test_the_screens_and_the_health_check_say_migrate_after_an_upgrade_without_it() -> None:
+    user = make_user("anna", *ALL)
+    for page in ("changelist", "overview"):
+        with pytest.raises(DatabaseError) as caught, transaction.atomic():
+            logged_in(user).get(url(page))
+        assert caught.value.__notes__ == [LACKS]
+    with transaction.atomic():
+        (problem,) = [check for check in overview.health().checks if not check.ok]
+        transaction.set_rollback(True)
+    assert problem.way_out == LACKS
+
+
+@pytest.mark.django_db
+def test_the_projects_own_missing_column_is_not_ours_to_explain() -> None:
+    assert database.not_migrated(DatabaseError("no such column: shop_order.state")) == ""
+    assert database.lacking(connection) == ""
 
 
 @pytest.mark.django_db

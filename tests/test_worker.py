@@ -541,7 +541,7 @@ def test_a_database_without_tables_is_named_in_one_line(processes: Processes, tm
     process = processes.manage("runworker", settings=SETTINGS, environment=environment)
     assert process.wait(20) == 3, process.output
     (line,) = [line for line in process.output.splitlines() if line.strip()]
-    assert "durable_jobs_job" in line
+    assert "no table durable_jobs_" in line
     assert "manage.py migrate" in line
 
 

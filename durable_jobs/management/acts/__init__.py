@@ -157,10 +157,8 @@ def sentence_of(error: Exception) -> str:
     text = " ".join(str(error).split())
     if not isinstance(error, DatabaseError | InterfaceError):
         return text
-    if database.lacks_tables(error):
-        return (
-            f"The database {database.alias()!r} has no tables for jobs: run manage.py migrate first. ({text})"
-        )
+    if said := database.not_migrated(error):
+        return f"{said} ({text})"
     return f"The database {database.alias()!r} fails: {text}"
 
 
