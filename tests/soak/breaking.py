@@ -31,13 +31,13 @@ def _forget_owner_and_epoch() -> None:
 
     store._OWNED = "id = :id AND status = 'running'"
     beat = store._BEAT_MANY._templates
-    for vendor, conditions in _OF_A_BEAT.items():
+    for vendor, conditions in OF_A_BEAT.items():
         for condition in conditions:
             assert condition in beat[vendor], "the statement has changed"
             beat[vendor] = beat[vendor].replace(condition, "")
 
 
-_OF_A_BEAT: Final = {
+OF_A_BEAT: Final = {
     "postgresql": (" AND {job}.lease_epoch = mine.mine_epoch", " AND {job}.lease_owner = :owner"),
     "sqlite": (
         " AND lease_owner = :owner",
