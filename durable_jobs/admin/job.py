@@ -11,6 +11,7 @@ from typing import Any, Final
 from django.db.models import F, Q
 from django.http import HttpRequest
 from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
 
 from durable_jobs import database, explain, kinds, store
 from durable_jobs.admin import access, acts, listing
@@ -225,7 +226,8 @@ def _stops(job: Job, events: list[JobEvent]) -> list[Stop]:
         slices = _("slice %(number)s") % {"number": job.attempts}
         stops.append(Stop(_("Running since"), job.claimed_at, job.lease_owner, slices, tone="running"))
     if job.finished_at:
-        slices = _("%(number)s slices in all") % {"number": job.attempts} if job.attempts else ""
+        many = ngettext("%(number)s slice in all", "%(number)s slices in all", job.attempts)
+        slices = many % {"number": job.attempts} if job.attempts else ""
         words = {
             Status.COMPLETED: _("Completed"),
             Status.FAILED: _("Failed"),
