@@ -4,7 +4,7 @@ FROM python:3.13-slim
 RUN useradd --create-home --uid 1000 app
 WORKDIR /srv/app
 
-COPY pyproject.toml README.md LICENSE MANIFEST.in ./
+COPY pyproject.toml setup.py README.md LICENSE MANIFEST.in ./
 COPY durable_jobs durable_jobs
 RUN pip install --no-cache-dir ".[all]" "django==5.2.19" "psycopg[binary]==3.3.9" "django-environ==0.14.0" \
     "drf-spectacular==0.30.0" "airportsdata==20260905" "rich==15.0.0"

@@ -80,6 +80,11 @@ def check_metadata(wheel: Path) -> None:
     always = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
     assert always == ["Django>=5.2"], always
     assert set(metadata.get_all("Provides-Extra", [])) == set(fresh_projects.EXTRAS)
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    description = str(metadata.get_payload())
+    assert "service.start(" in description and "## What is promised" in description
+    dead = re.findall(r"\]\((?!https://)[^)]*\)", description)
+    assert not dead, f"An index cannot follow these links of the description: {dead}"
     unknown = set(metadata.get_all("Classifier", [])) - set(trove_classifiers.classifiers)
     assert not unknown, unknown
 
