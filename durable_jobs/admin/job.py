@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -25,6 +25,8 @@ from durable_jobs.templatetags.durable_jobs import event_name, pretty, span
 EVENTS: Final = 100
 SKIPPED: Final = 50
 PAUSES: Final = 50
+SAME_END: Final = timedelta(seconds=1)
+"""So far apart may be a job's end and the line of its history that tells it."""
 SHOWN: Final = 20_000
 """Characters of input, checkpoint and result; they may have a million."""
 FAILURES: Final = ("slice_failed", "failed", "orphaned", "parked", "mirror_failed")
@@ -221,7 +223,8 @@ def _stops(job: Job, events: list[JobEvent]) -> list[Stop]:
     stops = [Stop(_("Created"), job.created_at, by)]
     if job.started_at:
         stops.append(Stop(_("First started"), job.started_at))
-    stops += [_of_event(event) for event in events if event.event != "cancelled" or not job.finished_at]
+    ending = _ending(job, events)
+    stops += [_of_event(event) for event in events if event is not ending]
     if job.status == Status.RUNNING and job.lease_owner and job.claimed_at:
         slices = _("slice %(number)s") % {"number": job.attempts}
         stops.append(Stop(_("Running since"), job.claimed_at, job.lease_owner, slices, tone="running"))
@@ -233,14 +236,20 @@ def _stops(job: Job, events: list[JobEvent]) -> list[Stop]:
             Status.FAILED: _("Failed"),
             Status.CANCELLED: _("Cancelled"),
         }
-        stops = [
-            stop
-            for stop in stops
-            if not (stop.at == job.finished_at and stop.name in (_("Failed"), _("Parked")))
-        ]
         name = _("Parked") if job.parked_at else words[Status(job.status)]
         stops.append(Stop(name, job.finished_at, what=slices, tone=job.status))
     return sorted(stops, key=lambda stop: stop.at or job.created_at)
+
+
+def _ending(job: Job, events: list[JobEvent]) -> JobEvent | None:
+    """The line that the end of this job has written into its history: the row tells the same."""
+    if job.finished_at is None:
+        return None
+    last = next(
+        (event for event in reversed(events) if event.event in ("cancelled", "failed", "parked")), None
+    )
+    # One from before the last redrive ended another life of the job.
+    return last if last is not None and last.created_at > job.finished_at - SAME_END else None
 
 
 def _of_event(event: JobEvent) -> Stop:

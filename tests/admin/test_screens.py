@@ -20,7 +20,7 @@ from durable_jobs import service, store
 from durable_jobs.exceptions import TerminalError
 from durable_jobs.kinds import Done
 from durable_jobs.models import Job, JobEvent, Pause, Scope
-from durable_jobs.testing import make_job, run_slice
+from durable_jobs.testing import finish, make_job, run, run_slice
 from project.demo.jobs import start_import
 from project.demo.models import ImportRun
 from tests.admin.conftest import ALL, confirm, logged_in, make_user, url, words
@@ -274,6 +274,28 @@ def test_a_pause_stands_on_every_screen_until_it_is_ended(client: Client, regist
     assert not store_pauses()
     assert "ended already" in words(client.post(url("unpause", pause.pk), follow=True))
     assert LogEntry.objects.count() == 2
+
+
+def test_the_timeline_tells_an_end_once_and_earlier_ends_too(client: Client, registry: None) -> None:
+    def step(ctx: Any) -> Any:
+        raise TerminalError("the file is empty")
+
+    made(step, name="tests.ends")
+
+    def timeline() -> str:
+        return words(client.get(url("change", job.pk))).split("Timeline")[1].split("What went wrong")[0]
+
+    job = run("tests.ends")
+    # The clock goes on between the row's end and its line in the history.
+    JobEvent._base_manager.filter(job_id=job.pk, event="failed").update(
+        created_at=job.finished_at + timedelta(milliseconds=2)
+    )
+    assert timeline().count(" Failed ") == 1
+    change(job, finished_at=job.finished_at - timedelta(hours=1))
+    JobEvent._base_manager.filter(job_id=job.pk).update(created_at=job.finished_at - timedelta(hours=1))
+    service.redrive(job.pk, actor="anna", force=True)
+    finish(job)
+    assert timeline().count(" Failed ") == 2 and timeline().index(" Failed ") < timeline().index("Redriven")
 
 
 def test_the_history_tells_every_pause_and_its_end(client: Client, settings: Any) -> None:
