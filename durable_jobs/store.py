@@ -748,9 +748,11 @@ _BUMP_MIRROR = _statement("""
 _SET_IDEMPOTENCY_KEY = _statement("""
     UPDATE {job} SET idempotency_key = :idempotency_key, updated_at = {now}
     WHERE id = :id AND idempotency_key IS NULL""")
+# A request that starts a job must not wait for a worker that has taken it already, and holds it in a fence.
 _SET_DELIVERY = _statement("""
     UPDATE {job} SET queue_job_id = :queue_job_id
-    WHERE id = :id AND continuation_seq = :seq AND redrives = :redrives AND finished_at IS NULL""")
+    WHERE id = (SELECT c.id FROM {job} c WHERE c.id = :id AND c.continuation_seq = :seq
+        AND c.redrives = :redrives AND c.finished_at IS NULL {skip_locked})""")
 
 # Work that is owned by hand (receipts, manager): only an unexpired lease writes.
 _INSERT_RUNNING = _statement("""
@@ -1618,7 +1620,7 @@ def set_idempotency_key(job_id: UUID, key: str) -> bool:
 
 
 def set_delivery(job_id: UUID, seq: int, redrives: int, queue_job_id: str) -> bool:
-    """Record the transport's id of the delivery that is under way."""
+    """Record the broker's id of the message for the row's current delivery; False, too, while the row is locked."""
     with _joining(database.alias()) as connection:
         return (
             _SET_DELIVERY.count(connection, id=job_id, seq=seq, redrives=redrives, queue_job_id=queue_job_id)

@@ -161,6 +161,16 @@ def test_after_a_slow_failure_the_next_ones_fail_at_once(
     assert len(asked) == 1
 
 
+def test_the_message_has_the_id_of_the_delivery(transport: CeleryTransport) -> None:
+    """B164: what names the message in Celery's log, and to `revoke`, is made of what the row says."""
+    app.conf.update(broker_url="memory://")
+    job = start(made(), queue="named")
+    with app.connection_for_read() as connection:
+        message = connection.SimpleQueue("named").get(timeout=10)
+    assert message.headers["id"] == Delivery.of(job).id
+    assert row(job).queue_job_id is None
+
+
 def test_a_job_that_waits_is_unknown_to_celery(transport: CeleryTransport) -> None:
     """It cannot be asked for a message; what runs or has ended the row knows."""
     kind = made()

@@ -182,6 +182,31 @@ def test_it_tells_what_became_of_a_delivery(memory: MemoryTransport) -> None:
     wait_until(lambda: memory.get_state(job) != State.ACTIVE, 10, "active")
 
 
+@pytest.mark.usefixtures("registry")
+def test_the_brokers_own_id_of_a_message_is_kept_for_its_withdrawal() -> None:
+    """B164."""
+
+    class Numbering(MemoryTransport):
+        taken_back: str | None = None
+
+        def send(self, delivery: Delivery, queue: str, after: float) -> str:
+            super().send(delivery, queue, after)
+            return f"message {delivery.redrives + 1}"
+
+        def withdraw(self, job: Job) -> None:
+            self.taken_back = job.queue_job_id
+
+    broker = Numbering()
+    with transports.use(broker):
+        job = start(made())
+        assert row(job).queue_job_id == "message 1"
+        # One that comes late, about a delivery that is none any more, changes nothing.
+        broker.resend(Delivery(job.id, seq=0, redrives=7), QUEUE)
+        assert row(job).queue_job_id == "message 1"
+        service.cancel(job.id, actor="anna")
+    assert broker.taken_back == "message 1"
+
+
 def test_its_close_does_not_wait_for_a_handler_that_hangs(memory: MemoryTransport) -> None:
     """B142, B155."""
     gate, begun = threading.Event(), threading.Event()

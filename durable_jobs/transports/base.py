@@ -146,8 +146,12 @@ class BrokerTransport(BaseTransport):
         return ""
 
     @abc.abstractmethod
-    def send(self, delivery: Delivery, queue: str, after: float) -> None:
-        """Give the broker the message, to be delivered after so many seconds. May raise."""
+    def send(self, delivery: Delivery, queue: str, after: float) -> str | None:
+        """Give the broker the message, to be delivered after so many seconds. May raise.
+
+        Returns the id that the broker gave the message, where that is not the delivery's own. It is kept as the
+        row's `queue_job_id`, for `withdraw`.
+        """
 
     def publish(self, job: Job) -> None:
         """Send the row's current delivery when the open transaction commits, at once without one."""
@@ -161,11 +165,20 @@ class BrokerTransport(BaseTransport):
     def resend(self, delivery: Delivery, queue: str, after: float = 0.0) -> None:
         """Send now, whatever transaction is open. Never raises: what is lost the reconciler finds."""
         try:
-            self.send(delivery, queue, after)
+            message = self.send(delivery, queue, after)
         except Exception as error:
             where = f"{self.address}; " if self.address else ""
             problem = f"{type(error).__name__}: {error} ({where}the reconciler announces the job)"
             tell(logger, logging.WARNING, "publish_failed", problem, job_id=delivery.job_id)
+            return
+        if message is not None:
+            self._keep_id(delivery, message)
+
+    def _keep_id(self, delivery: Delivery, message: str) -> None:
+        try:
+            store.set_delivery(delivery.job_id, delivery.seq, delivery.redrives, message)
+        except Exception as error:
+            tell(logger, logging.WARNING, "message_id_lost", str(error), job_id=delivery.job_id)
 
     def host(self, make: Callable[..., Any]) -> None:
         """Where the broker has processes of its own: each makes one of these, and hands it its deliveries.

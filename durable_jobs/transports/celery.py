@@ -95,7 +95,12 @@ class CeleryTransport(BrokerTransport):
         try:
             with self._producers.take() as producer:
                 run.apply_async(
-                    (delivery.id,), queue=queue, countdown=after or None, producer=producer, retry=False
+                    (delivery.id,),
+                    task_id=delivery.id,
+                    queue=queue,
+                    countdown=after or None,
+                    producer=producer,
+                    retry=False,
                 )
         except Exception:
             if time.monotonic() - began > SLOW_SECONDS:
