@@ -27,6 +27,11 @@ DEEPEST: Final = 200
 
 _MOST_INTEGER_BITS: Final = 14_284  # 4,300 digits, what Python reads back from text by default
 _TOO_DEEP: Final = f"is nested more than {DEEPEST} levels deep"
+_ONLY_TEXT: Final = frozenset((str,))
+_SIMPLE: Final = frozenset((str, int, bool, type(None)))
+"""A float may be none that JSON has."""
+_WIDEST_SIMPLE: Final = 64
+_LONGEST_SIMPLE: Final = 4_000
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*\Z")
 
 
@@ -46,10 +51,48 @@ def encode(value: Any, *, field: str, limit: int) -> str:
     surrogates, keys that are no text, tuples, sets, bytes, model instances, more than 200 levels, and a
     text of more than `limit` bytes.
     """
+    quick = _quick(value, limit) if _is_simple(value) else None
+    if quick is not None:
+        return quick
     _check(value, field, limit)
     text = _encoder.encode(value)
     _check_size(text, value, field, limit)
     return text
+
+
+def _quick(value: Any, limit: int) -> str | None:
+    try:
+        text = _encoder.encode(value)
+    except ValueError:
+        return None
+    refused = len(text) > min(limit, _LONGEST_SIMPLE) or "\\u0000" in text or not text.isascii()
+    return None if refused else text
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether only its text can still be refused: plain types, in few and small containers.
+
+    Most input is so. The walk that could name what is wrong is then left out.
+    """
+    if type(value) is not dict:
+        return value is None
+    if len(value) > _WIDEST_SIMPLE:
+        return False
+    for key, one in value.items():
+        if type(key) is not str:
+            return False
+        if type(one) in _SIMPLE:
+            continue
+        if type(one) is list:
+            if len(one) > _WIDEST_SIMPLE or not _SIMPLE.issuperset(map(type, one)):
+                return False
+        elif (
+            type(one) is not dict
+            or len(one) > _WIDEST_SIMPLE
+            or not (_ONLY_TEXT.issuperset(map(type, one)) and _SIMPLE.issuperset(map(type, one.values())))
+        ):
+            return False
+    return True
 
 
 def verify(text: Any, *, field: str, limit: int) -> Any:

@@ -407,3 +407,36 @@ def test_a_decimal_that_is_no_number_is_refused(text):
     with pytest.raises(InvalidInput) as refused:
         jsontext.encode({"price": [decimal.Decimal(text)]}, field="input", limit=100)
     assert refused.value.field == "input.price[0]"
+
+
+any_text = st.text(alphabet=st.sampled_from("ab\\u0\0\ud800é漢"), max_size=6)
+any_leaf = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.just(10**4400)
+    | st.floats()
+    | any_text
+    | st.just(mark_safe("safe"))
+    | st.just((1, 2))
+    | st.just(uuid.UUID(int=7))
+)
+any_key = any_text | st.integers() | st.just(mark_safe("safe"))
+
+
+@given(
+    st.dictionaries(any_key, any_leaf | st.lists(any_leaf, max_size=3) | st.dictionaries(any_key, any_leaf))
+)
+def test_leaving_the_walk_out_changes_no_answer(value):
+    """Simple input is judged by its text: the same text, or the same refusal, as the walk through it gives."""
+
+    def answer():
+        try:
+            return encode(value, limit=60)
+        except InvalidInput as error:
+            return str(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        quick = answer()
+        patch.setattr(jsontext, "_is_simple", lambda value: False)
+        assert quick == answer()
