@@ -40,12 +40,13 @@ def bare(*, jobs: int, many: bool = False) -> dict[str, Any]:
                 raw.execute(one, [uuid7().hex, INPUT]).fetchall()
             return
         rows = [(uuid7().hex, INPUT) for _ in range(share)]
-        if lite:
-            raw.execute("BEGIN IMMEDIATE")
-            raw.executemany(one.replace("RETURNING id", ""), rows)
-            raw.execute("COMMIT")
-            return
+        # As many rows in a transaction as `start_many` puts there.
         for begin in range(0, share, 500):
+            if lite:
+                raw.execute("BEGIN IMMEDIATE")
+                raw.executemany(one.replace("RETURNING id", ""), rows[begin : begin + 500])
+                raw.execute("COMMIT")
+                continue
             part = json.dumps([{"id": row[0], "input": row[1]} for row in rows[begin : begin + 500]])
             raw.execute(
                 f"""INSERT INTO durable_jobs_job ({COLUMNS}) SELECT r.id, 'bench.noop', 'pending', 'default',
