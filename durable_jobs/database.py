@@ -178,6 +178,8 @@ class WriterLock:
         self._since = 0.0
         self._rest_until = 0.0
         self._spans: deque[tuple[float, float]] = deque()
+        self._busy = 0.0
+        """Seconds that all these spans take together."""
 
     @contextmanager
     def turn(self, *, urgent: bool, timeout: float) -> Iterator[None]:
@@ -237,17 +239,21 @@ class WriterLock:
         if now < self._rest_until:
             return self._rest_until - now
         while self._spans and self._spans[0][1] < now - BUSY_WINDOW_SECONDS:
-            self._spans.popleft()
-        if sum(end - start for start, end in self._spans) < BUSY_LIMIT_SECONDS:
+            begun, ended = self._spans.popleft()
+            self._busy -= ended - begun
+        if self._busy < BUSY_LIMIT_SECONDS:
             return 0.0
         self._spans.clear()
+        self._busy = 0.0
         self._rest_until = now + REST_SECONDS
         return REST_SECONDS
 
     def _release(self) -> None:
         with self._condition:
+            now = time.monotonic()
             self._held, self._holder = False, 0
-            self._spans.append((self._since, time.monotonic()))
+            self._spans.append((self._since, now))
+            self._busy += now - self._since
             self._condition.notify_all()
 
 
@@ -325,6 +331,34 @@ def _begin_on(connection: Any, using: str, deadline: float, urgent: bool) -> Own
                 time.sleep(URGENT_RETRY_SECONDS if urgent else BEGIN_RETRY_SECONDS)
     finally:
         connection.transaction_mode = mode
+
+
+def in_a_turn(using: str, write: Callable[[], Answer], *, what: str = "this write") -> Answer:
+    """On SQLite, one statement as a transaction of its own, in its turn: as `transaction`, without BEGIN and COMMIT.
+
+    The statement must be run to its end: it is its end that commits.
+    """
+    refuse_borrowed(using, what)
+    connection = connections[using]
+    timeout = float(connection.settings_dict["OPTIONS"].get("timeout", 5.0))
+    deadline = time.monotonic() + timeout
+    with writer_lock(connection).turn(urgent=False, timeout=timeout):
+        while True:
+            connection.ensure_connection()
+            with _without_busy_handler(connection):
+                try:
+                    return write()
+                except OperationalError as error:
+                    if not is_locked(error):
+                        raise
+                    if time.monotonic() >= deadline:
+                        raise FileLocked(*error.args) from error.__cause__
+                    on_old_snapshot = _reads_an_old_snapshot(connection, error)
+            if on_old_snapshot:
+                # As where a transaction begins: the open read keeps the old connection.
+                connection.connection = None
+            else:
+                time.sleep(BEGIN_RETRY_SECONDS)
 
 
 def wait_for_file(connection: Any, write: Callable[[], Answer]) -> Answer:
@@ -538,6 +572,7 @@ def discard(connection: BaseDatabaseWrapper) -> None:
 
 
 _PARAMETER = re.compile(r"(?<![:\w]):([a-z_][a-z_0-9]*)\b")
+_NAMED = re.compile(r"%\((\w+)\)s")
 _MOMENT = re.compile(r"\{(after|before)\s+([^{}]+)\}")
 
 _SQLITE_CLOCK = "replace(strftime('%%Y-%%m-%%d %%H:%%M:%%f','now'{shift})||'000','.000000','')"
@@ -665,6 +700,21 @@ class Statement:
             note_not_migrated(error, own=True)
             raise
 
+    def run_each(self, connection: BaseDatabaseWrapper, columns: Mapping[str, Sequence[Any]]) -> int:
+        """Run it once for every row of these columns, prepared once; answer how many rows were touched (SQLite).
+
+        The values are the driver's own, as `plain` gives them.
+        """
+        named, _ = self._build(connection.vendor)
+        rows = list(zip(*(columns[name] for name in _NAMED.findall(named)), strict=True))
+        try:
+            with connection.cursor() as cursor:
+                cursor.executemany(_NAMED.sub("%s", named), rows)
+                return int(cursor.rowcount)
+        except DatabaseError as error:
+            note_not_migrated(error, own=True)
+            raise
+
     def _run_directly(
         self, connection: BaseDatabaseWrapper, values: Mapping[str, Any]
     ) -> list[tuple[Any, ...]]:
@@ -692,7 +742,7 @@ class Statement:
 
     def _sqlite_text(self) -> str:
         if self._named is None:
-            self._named = re.sub(r"%\((\w+)\)s", r":\1", self._build("sqlite")[0]).replace("%%", "%")
+            self._named = _NAMED.sub(r":\1", self._build("sqlite")[0]).replace("%%", "%")
         return self._named
 
     def _build(self, vendor: str) -> tuple[str, tuple[str, ...]]:
@@ -739,6 +789,11 @@ def _adapt_sqlite(value: Any) -> Any:
     return value
 
 
+def plain(value: Any) -> Any:
+    """The value as SQLite's driver takes it."""
+    return value if value is None else _adapt_sqlite(value)
+
+
 def _adapt_postgresql(value: Any) -> Any:
     return value
 
@@ -774,14 +829,17 @@ class Loader:
                 converters = [_moment]
             if converters:
                 self._converters.append((index, converters, column))
+        # The key's default is another at every time.
+        self._defaults = {
+            field.attname: None if field.primary_key else field.get_default() for field in fields
+        }
         self._plain = "from_db" not in vars(model) and model.__init__ is Model.__init__
 
     def load(self, connection: BaseDatabaseWrapper, rows: Iterable[Sequence[Any]]) -> list[Any]:
         """One instance per row; columns beyond the model's are ignored."""
         width = len(self._names)
         loaded = []
-        watched = pre_init.has_listeners(self._model) or post_init.has_listeners(self._model)
-        make = self._make if self._plain and not watched else self._model.from_db
+        make = self._make if self._is_plain() else self._model.from_db
         for row in rows:
             values = list(row[:width])
             for index, converters, column in self._converters:
@@ -793,10 +851,31 @@ class Loader:
             loaded.append(make(connection.alias, self._names, values))
         return loaded
 
+    def maker(self, using: str) -> Callable[[dict[str, Any]], Any]:
+        """What makes of a row's values, by attribute, the instance that `load` would give; without a value: its default.
+
+        It keeps the dictionary.
+        """
+        defaults, names = self._defaults, self._names
+        if not self._is_plain():
+            return lambda values: self._model.from_db(
+                using, names, [values.get(name, defaults[name]) for name in names]
+            )
+        return lambda values: self._of(using, defaults | values)
+
+    def _is_plain(self) -> bool:
+        """Whether nobody has a say in how an instance is made."""
+        return self._plain and not (
+            pre_init.has_listeners(self._model) or post_init.has_listeners(self._model)
+        )
+
     def _make(self, using: str, names: Sequence[str], values: Sequence[Any]) -> Any:
         """What `from_db` makes of all columns, without asking field by field."""
+        return self._of(using, dict(zip(names, values, strict=True)))
+
+    def _of(self, using: str, attributes: dict[str, Any]) -> Any:
         made = self._model.__new__(self._model)
-        made.__dict__ = dict(zip(names, values, strict=True))
+        made.__dict__ = attributes
         made._state = state = ModelState()
         state.adding, state.db = False, using
         return made

@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from functools import partial
@@ -89,6 +88,7 @@ LONGEST_SCHEDULE: Final = timedelta(days=3660)
 LONGEST_REDRIVE_DELAY: Final = 366 * 86_400.0
 CANCEL_WAIT_SECONDS: Final = 3.0
 ATTEMPTS_AT_A_FREED_KEY: Final = 3
+_HELD, _PENDING = Status.HELD.value, Status.PENDING.value
 MANY: Final = 500
 """Rows in one statement of `start_many`."""
 
@@ -100,8 +100,7 @@ class Started(NamedTuple):
     created: bool
 
 
-@dataclass(frozen=True)
-class _Ready:
+class _Ready(NamedTuple):
     new: NewJob
     kind: Kind
     if_locked: str
@@ -135,6 +134,7 @@ def start(
     Raises `UnknownKind`, `InvalidInput`, `IdempotencyConflict`, `LockKeyHeld`.
     """
     ready = _prepare(
+        _Terms.now(),
         kind,
         input,
         scope=scope,
@@ -215,11 +215,12 @@ def start_many(rows: Iterable[Mapping[str, Any]]) -> list[Started | DurableJobsE
     A row is a mapping with `kind`, perhaps `input`, and the options of `start`. It never fails as a whole for
     what a row holds. Rows are inserted sorted by key, 500 in a statement.
     """
+    terms = _Terms.now()
     answers: dict[int, Started | DurableJobsError] = {}
     ready: list[tuple[int, _Ready]] = []
     for number, row in enumerate(rows):
         try:
-            one = _prepare_row(row)
+            one = _prepare_row(terms, row)
             earlier = _under_an_old_name(one)
         except DurableJobsError as refusal:
             answers[number] = refusal
@@ -228,7 +229,8 @@ def start_many(rows: Iterable[Mapping[str, Any]]) -> list[Started | DurableJobsE
                 ready.append((number, one))
             else:
                 answers[number] = earlier
-    ready.sort(key=lambda one: _lock_order(one[1].new))
+    if any(one.new.idempotency_key is not None or one.new.lock_key is not None for _, one in ready):
+        ready.sort(key=lambda one: _lock_order(one[1].new))
     for begin in range(0, len(ready), MANY):
         part = ready[begin : begin + MANY]
         try:
@@ -614,15 +616,23 @@ def _under_an_old_name(ready: _Ready) -> Started | None:
 
 
 def _announce(started: list[tuple[Kind, Job]]) -> None:
-    using = database.alias()
+    if not started:
+        return
     transport, told = transports.current(), set()
     for _, job in started:
-        route = (job.queue_name, job.kind, job.priority)
-        if job.status == Status.PENDING and (not transport.transactional or route not in told):
-            told.add(route)
-            transport.publish(job)
-        transaction.on_commit(partial(signals.send, signals.job_created, job), using=using, robust=True)
+        if job.status == _PENDING:
+            route = (job.queue_name, job.kind, job.priority)
+            if not transport.transactional or route not in told:
+                told.add(route)
+                transport.publish(job)
         log("job_created", job, queue=job.queue_name)
+    jobs = [job for _, job in started]
+    transaction.on_commit(partial(_tell_created, jobs), using=database.alias(), robust=True)
+
+
+def _tell_created(jobs: list[Job]) -> None:
+    for job in jobs:
+        signals.send(signals.job_created, job)
 
 
 def _lock_order(new: NewJob) -> tuple[str, ...]:
@@ -652,25 +662,37 @@ _OPTIONS = frozenset(
 )  # fmt: skip
 
 
-def _prepare_row(row: Mapping[str, Any]) -> _Ready:
+class _Terms(NamedTuple):
+    """What the settings say of starting, read once for all rows of a call."""
+
+    scope: Scope
+    longest_input: int
+    longest_meta: int
+
+    @classmethod
+    def now(cls) -> _Terms:
+        return cls(Scope(config.DEFAULT_TENANT), config.MAX_INPUT_BYTES, config.MAX_META_BYTES)
+
+
+def _prepare_row(terms: _Terms, row: Mapping[str, Any]) -> _Ready:
     if not isinstance(row, Mapping):
         raise InvalidInput(
             "row", row, "is not a mapping", 'Give a dict such as {"kind": "imports.csv", "input": {}}.'
         )
     options = dict(row)
     kind, input = options.pop("kind", None), options.pop("input", None)
-    unknown = [name for name in options if name not in _OPTIONS]
-    if unknown:
+    if not options.keys() <= _OPTIONS:
         raise InvalidInput(
             "row",
-            unknown[0],
+            next(name for name in options if name not in _OPTIONS),
             "has an option that start does not know",
             f"Options: {', '.join(sorted(_OPTIONS))}.",
         )
-    return _prepare(kind, input, **options)
+    return _prepare(terms, kind, input, **options)
 
 
 def _prepare(
+    terms: _Terms,
     kind: Any,
     input: Any,
     *,
@@ -687,8 +709,8 @@ def _prepare(
     meta: Any = None,
 ) -> _Ready:
     known = kinds.get(kind)
-    owner = _scope_of_one(scope)
-    text = jsontext.encode(input, field="input", limit=config.MAX_INPUT_BYTES)
+    owner = terms.scope if scope is None else _scope_of_one(scope)
+    text = jsontext.encode(input, field="input", limit=terms.longest_input)
     subject_type, subject_id = _subject(known, subject)
     run_at, delay = _moment(run_after)
     if not isinstance(hold, bool):
@@ -702,14 +724,14 @@ def _prepare(
     new = NewJob(
         id=uuid7(),
         kind=known.name,
-        status=(Status.HELD if hold else Status.PENDING).value,
+        status=_HELD if hold else _PENDING,
         tenant=owner.tenant,
         organization=owner.organization,
         queue=_queue(known, queue),
         input=text,
         input_sha256=jsontext.sha256(text),
         created_by=_user_id("created_by", created_by),
-        meta=_meta(meta),
+        meta=_meta(meta, terms.longest_meta),
         idempotency_key=_key("idempotency_key", idempotency_key),
         lock_key=_key("lock_key", lock_key),
         subject_type=subject_type,
@@ -862,7 +884,7 @@ def _queue(kind: Kind, value: object) -> str:
     return value
 
 
-def _meta(value: object) -> str | None:
+def _meta(value: object, longest: int) -> str | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -870,7 +892,7 @@ def _meta(value: object) -> str | None:
             "meta", value, "is not a mapping of labels", 'Pass a dict such as {"source": "cron"}.'
         )
     labels = value if isinstance(value, dict) else dict(value)
-    return jsontext.encode(labels, field="meta", limit=config.MAX_META_BYTES)
+    return jsontext.encode(labels, field="meta", limit=longest)
 
 
 def _seconds(field: str, value: object, most: float) -> float:

@@ -17,10 +17,12 @@ from __future__ import annotations
 import enum
 import json
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -33,7 +35,7 @@ from durable_jobs.conf import MANUAL_QUEUE, config
 from durable_jobs.database import OwnAtomic, Statement
 from durable_jobs.exceptions import ErrorFacts
 from durable_jobs.kinds import KEEP, Kind, Sentinel
-from durable_jobs.models import Job, JobEvent, Pause, Scope
+from durable_jobs.models import Job, JobEvent, Pause, Scope, Status
 
 
 class Answer(enum.Enum):
@@ -77,7 +79,7 @@ class Counts:
 NO_COUNTS: Final = Counts()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class NewJob:
     """What `insert` writes: texts are exact, `run_at` (aware) wins over `delay` (seconds)."""
 
@@ -193,7 +195,7 @@ _TYPES: dict[str, str] = {
     "error_class": "text", "code": "text", "error_type": "text", "error_message": "text",
     "parked": "boolean", "mirrored": "boolean", "forced": "boolean", "restart": "boolean",
     "queues": "text[]", "kinds": "text[]", "priorities": "int[]", "floors": "timestamptz[]",
-    "probes": "json", "manual": "text", "leases": "json", "rows": "json", "known": "uuid[]", "batch": "int",
+    "probes": "json", "manual": "text", "leases": "json", "rows": "json", "shared": "json", "known": "uuid[]", "batch": "int",
     "idle": "text", "actor": "text", "actor_id": "text", "reason": "text", "event": "text",
     "operation_id": "text", "traceback": "text", "data": "jsonb", "release": "text", "suspects": "boolean",
     "host": "text", "pid": "int", "concurrency": "int", "queue_job_id": "text", "any": "boolean",
@@ -346,44 +348,64 @@ _INSERT_COLUMNS = """(id, kind, status, tenant_id, organization_id, queue_name, 
     created_by_id, meta, idempotency_key, lock_key, subject_type, subject_id, progress_job_id, priority,
     created_at, updated_at, next_run_at, pending_since)"""
 
+# One moment for all columns of the row: what is not read back is known.
 _INSERT = _statement(f"""
     INSERT INTO {{job}} {_INSERT_COLUMNS}
-    VALUES (:id, :kind, :status, :tenant, :organization, :queue, :input, :input_sha256,
+    SELECT :id, :kind, :status, :tenant, :organization, :queue, :input, :input_sha256,
         :user, :meta, :idempotency_key, :lock_key, :subject_type, :subject_id, :progress_job_id, :priority,
-        {{now}}, {{now}}, CASE WHEN :status = 'pending' THEN coalesce(:run_at, {{after :delay}}) END,
-        CASE WHEN :status = 'pending' THEN {{now}} END)
-    ON CONFLICT DO NOTHING RETURNING {{columns}}""")
+        m.now, m.now, CASE WHEN :status = 'pending' THEN coalesce(:run_at, {{after :delay}}) END,
+        CASE WHEN :status = 'pending' THEN m.now END
+    FROM (SELECT {{now}} AS now) AS m WHERE true
+    ON CONFLICT DO NOTHING RETURNING created_at, next_run_at, meta""")
+
+_MANY_NAMES = ("id", "kind", "status", "tenant", "organization", "queue", "input", "input_sha256",
+               "created_by", "meta", "idempotency_key", "lock_key", "subject_type", "subject_id",
+               "progress_job_id", "priority", "run_at", "delay")  # fmt: skip
+_MANY_VALUES = attrgetter(*_MANY_NAMES)
 
 
 def _insert_many_postgresql() -> str:
+    """What the rows have in common is sent once. A microsecond lies between one row and the next.
+
+    Without it rows of one priority would come due together, and run in any order.
+    """
+    types = {name: _TYPES.get(name, "text") for name in _MANY_NAMES} | {"meta": "text"}
+    declared = ", ".join(f"{name} {type_}" for name, type_ in types.items())
+    both = ", ".join(f"coalesce(r.{name}, s.{name}) AS {name}" for name in _MANY_NAMES)
     return f"""
-    INSERT INTO {{job}} {_INSERT_COLUMNS}
-    SELECT r.id, r.kind, r.status, r.tenant, r.organization, r.queue, r.input, r.input_sha256,
-        r.created_by::USER_TYPE, r.meta::jsonb, r.idempotency_key, r.lock_key, r.subject_type, r.subject_id,
-        r.progress_job_id, r.priority, {{now}}, {{now}},
-        CASE WHEN r.status = 'pending' THEN coalesce(r.run_at, {{after r.delay}}) END,
-        CASE WHEN r.status = 'pending' THEN {{now}} END
-    FROM json_to_recordset(:rows) AS r(n int, id uuid, kind text, status text, tenant text,
-        organization text, queue text, input text, input_sha256 text, created_by text, meta text,
-        idempotency_key text, lock_key text, subject_type text, subject_id text, progress_job_id uuid,
-        priority int, run_at timestamptz, delay float8)
-    ORDER BY r.n
-    ON CONFLICT DO NOTHING RETURNING {{columns}}"""
+    WITH moment AS MATERIALIZED (SELECT {{now}} AS now),
+    made AS (
+        INSERT INTO {{job}} {_INSERT_COLUMNS}
+        SELECT g.id, g.kind, g.status, g.tenant, g.organization, g.queue, g.input, g.input_sha256,
+            g.created_by::{_user_type()}, g.meta::jsonb, g.idempotency_key, g.lock_key, g.subject_type,
+            g.subject_id, g.progress_job_id, g.priority, g.now, g.now,
+            CASE WHEN g.status = 'pending' THEN coalesce(g.run_at, g.now + make_interval(secs => g.delay)) END,
+            CASE WHEN g.status = 'pending' THEN g.now END
+        FROM (
+            SELECT r.n, m.now - (:batch - r.n) * interval '1 microsecond' AS now, {both}
+            FROM json_to_recordset(:rows) AS r(n int, {declared}), json_to_record(:shared) AS s({declared}),
+                moment m
+        ) AS g ORDER BY g.n
+        ON CONFLICT DO NOTHING RETURNING id, meta
+    )
+    SELECT (SELECT now FROM moment), json_agg(id)::text,
+        (json_object_agg(id, meta) FILTER (WHERE meta IS NOT NULL))::text
+    FROM made"""
 
 
-_JSON_NAMES = ("id", "kind", "status", "tenant", "organization", "queue", "input", "input_sha256",
-               "created_by", "meta", "idempotency_key", "lock_key", "subject_type", "subject_id",
-               "progress_job_id", "priority")  # fmt: skip
 _INSERT_MANY_SQLITE = f"""
     INSERT INTO {{job}} {_INSERT_COLUMNS}
-    SELECT {", ".join(f"json_extract(r.value, '$.{name}')" for name in _JSON_NAMES)}, {{now}}, {{now}},
-        CASE WHEN json_extract(r.value, '$.status') = 'pending' THEN
-            coalesce(json_extract(r.value, '$.run_at'), {{after json_extract(r.value, '$.delay')}}) END,
-        CASE WHEN json_extract(r.value, '$.status') = 'pending' THEN {{now}} END
-    FROM json_each(:rows) AS r WHERE true ORDER BY r.key
-    ON CONFLICT DO NOTHING RETURNING {{columns}}"""
-
+    VALUES (:id, :kind, :status, :tenant, :organization, :queue, :input, :input_sha256,
+        :created_by, :meta, :idempotency_key, :lock_key, :subject_type, :subject_id, :progress_job_id, :priority,
+        :created_at, :created_at, :next_run_at, :pending_since)
+    ON CONFLICT DO NOTHING"""
 _insert_many: list[Statement] = []
+_PENDING = Status.PENDING.value
+_BEFORE_MANY = _statement("SELECT {now}, 0", "SELECT {now}, coalesce(max(rowid), 0) FROM {job}")
+_ADDED_SINCE = _statement(
+    "SELECT id FROM {job} WHERE id = ANY(:ids)",
+    "SELECT id FROM {job} WHERE rowid > :rowid AND id IN (SELECT value FROM json_each(:ids))",
+)
 
 _BY_ID = _statement("SELECT {columns} FROM {job} WHERE id = :id")
 _BY_IDEMPOTENCY_KEY = _statement("""
@@ -1070,8 +1092,19 @@ def insert(new: NewJob) -> Job | None:
     key in an open transaction.
     """
     using = database.alias()
-    with _joining(using) as connection:
-        return _one(connection, _INSERT.run(connection, user=new.created_by, **_new_columns(new)))
+    connection = connections[using]
+    write = partial(_INSERT.run, connection, user=new.created_by, **_new_columns(new))
+    alone = connection.vendor == "sqlite" and not connection.in_atomic_block
+    rows = database.in_a_turn(using, write) if alone else write()
+    if not rows:
+        return None
+    created_at, next_run_at, meta = rows[0]
+    return _maker(connection)(
+        new,
+        database.moment_of(connection, created_at),
+        None if next_run_at is None else database.moment_of(connection, next_run_at),
+        None if meta is None else json.loads(meta),
+    )
 
 
 def insert_many(rows: Sequence[NewJob]) -> dict[UUID, Job]:
@@ -1080,20 +1113,112 @@ def insert_many(rows: Sequence[NewJob]) -> dict[UUID, Job]:
     They are inserted in the order of their keys: two statements that take the same keys in opposite order
     deadlock. So would two transactions that call this twice.
     """
-    using = database.alias()
+    if any(new.idempotency_key is not None or new.lock_key is not None for new in rows):
+        rows = sorted(rows, key=_by_key)
     if not _insert_many:
-        text = _insert_many_postgresql().replace("USER_TYPE", _user_type())
-        _insert_many.append(_statement(text, _INSERT_MANY_SQLITE))
-    with _joining(using) as connection:
-        sent = []
-        for number, new in enumerate(sorted(rows, key=_by_key)):
-            row = {**asdict(new), "n": number, "id": _plain(connection, new.id)}
-            row["progress_job_id"] = _plain(connection, new.progress_job_id)
-            row["created_by"] = _plain(connection, new.created_by)
-            row["run_at"] = _plain(connection, new.run_at)
-            sent.append(row)
-        inserted = _jobs(connection, _insert_many[0].run(connection, rows=_JsonRows(sent)))
-    return {job.id: job for job in inserted}
+        _insert_many.append(_statement(_insert_many_postgresql(), _INSERT_MANY_SQLITE))
+    with _joining(database.alias()) as connection:
+        if not rows:
+            return {}
+        if connection.vendor == "postgresql":
+            return _insert_many_at_once(connection, rows)
+        return _insert_many_in_turn(connection, rows)
+
+
+def _insert_many_at_once(connection: BaseDatabaseWrapper, rows: Sequence[NewJob]) -> dict[UUID, Job]:
+    """PostgreSQL: one statement, which answers its moment and the ids that were inserted."""
+    columns = _columns(rows)
+    ids = [str(job_id) for job_id in columns.pop("id")]
+    shared = {name: column[0] for name, column in columns.items() if column.count(column[0]) == len(rows)}
+    apart = {"n": range(1, len(rows) + 1), "id": ids}
+    apart |= {name: column for name, column in columns.items() if name not in shared}
+    sent = [dict(zip(apart, row, strict=True)) for row in zip(*apart.values(), strict=True)]
+    ((moment, made, metas),) = _insert_many[0].run(
+        connection,
+        batch=len(rows),
+        rows=json.dumps(sent, default=_as_json),
+        shared=json.dumps(shared, default=_as_json),
+    )
+    there = set(json.loads(made)) if made else set()
+    labels = json.loads(metas) if metas else {}
+    jobs, make = {}, _maker(connection)
+    for number, (id_text, new) in enumerate(zip(ids, rows, strict=True), 1):
+        if id_text in there:
+            created_at = moment - timedelta(microseconds=len(rows) - number)
+            jobs[new.id] = make(new, created_at, _first_run(new, created_at), labels.get(id_text))
+    return jobs
+
+
+def _insert_many_in_turn(connection: BaseDatabaseWrapper, rows: Sequence[NewJob]) -> dict[UUID, Job]:
+    """SQLite: a prepared statement for each, inside the open transaction; all have the moment of its start."""
+    ((clock, rowid),) = _BEFORE_MANY.run(connection)
+    moment = database.moment_of(connection, clock)
+    now = database.plain(moment)
+    first_runs = [_first_run(new, moment) for new in rows]
+    columns = _columns(rows)
+    for name in ("id", "created_by", "progress_job_id"):
+        columns[name] = [database.plain(value) for value in columns[name]]
+    columns["created_at"] = [now] * len(rows)
+    columns["next_run_at"] = [now if run is moment else database.plain(run) for run in first_runs]
+    columns["pending_since"] = [None if run is None else now for run in first_runs]
+    count = _insert_many[0].run_each(connection, columns)
+    make, there = _maker(connection), None
+    if count != len(rows):
+        added = _ADDED_SINCE.run(connection, rowid=rowid, ids=[new.id for new in rows])
+        there = {_uuid(row[0]) for row in added}
+    return {
+        new.id: make(new, moment, first_run, None if new.meta is None else json.loads(new.meta))
+        for new, first_run in zip(rows, first_runs, strict=True)
+        if there is None or new.id in there
+    }
+
+
+def _columns(rows: Sequence[NewJob]) -> dict[str, Sequence[Any]]:
+    return dict(zip(_MANY_NAMES, zip(*map(_MANY_VALUES, rows), strict=True), strict=True))
+
+
+def _first_run(new: NewJob, created_at: datetime) -> datetime | None:
+    if new.status != _PENDING:
+        return None
+    if new.run_at is not None:
+        return new.run_at
+    return created_at + timedelta(seconds=new.delay) if new.delay else created_at
+
+
+def _maker(connection: BaseDatabaseWrapper) -> Callable[[NewJob, datetime, datetime | None, Any], Job]:
+    """Gives the job as its row now is: what was inserted, and in every other column its default."""
+    make = database.loader(Job, connection).maker(connection.alias)
+
+    def made(new: NewJob, created_at: datetime, next_run_at: datetime | None, meta: Any) -> Job:
+        if next_run_at is not None and next_run_at.tzinfo is not created_at.tzinfo:
+            next_run_at = next_run_at.astimezone(created_at.tzinfo)
+        job: Job = make(
+            {
+                "id": new.id,
+                "kind": new.kind,
+                "status": new.status,
+                "tenant_id": new.tenant,
+                "organization_id": new.organization,
+                "created_by_id": new.created_by,
+                "created_at": created_at,
+                "updated_at": created_at,
+                "input_text": new.input,
+                "input_sha256": new.input_sha256,
+                "meta": meta,
+                "idempotency_key": new.idempotency_key,
+                "lock_key": new.lock_key,
+                "subject_type": new.subject_type,
+                "subject_id": new.subject_id,
+                "progress_job_id": new.progress_job_id,
+                "queue_name": new.queue,
+                "priority": new.priority,
+                "next_run_at": next_run_at,
+                "pending_since": created_at if new.status == _PENDING else None,
+            }
+        )
+        return job
+
+    return made
 
 
 def _by_key(new: NewJob) -> tuple[str, ...]:
@@ -1101,15 +1226,8 @@ def _by_key(new: NewJob) -> tuple[str, ...]:
     return (*scope, new.kind, new.idempotency_key or "", new.lock_key or "")
 
 
-class _JsonRows(str):
-    def __new__(cls, rows: list[dict[str, Any]]) -> _JsonRows:
-        return super().__new__(cls, json.dumps(rows))
-
-
-def _plain(connection: BaseDatabaseWrapper, value: Any) -> Any:
-    if connection.vendor == "sqlite":
-        return database._adapt_sqlite(value)
-    return value.isoformat() if isinstance(value, datetime) else (None if value is None else str(value))
+def _as_json(value: Any) -> str:
+    return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
 @contextmanager
@@ -2073,7 +2191,9 @@ def now_and_pauses() -> tuple[datetime, list[Pause]]:
 
 
 def _new_columns(new: NewJob) -> dict[str, Any]:
-    return {name: value for name, value in asdict(new).items() if name != "created_by"}
+    values = dict(zip(_MANY_NAMES, _MANY_VALUES(new), strict=True))
+    del values["created_by"]
+    return values
 
 
 def _named(lease: Lease) -> dict[str, Any]:

@@ -95,6 +95,8 @@ def reads_and_records() -> Iterator[Callable[[], Any]]:
     yield lambda: store.now_and_pauses()
     yield lambda: store.claim(uuid7(), 0, 0, ME, 9)
     yield lambda: store._HOLDERS.run(connection, id=job_id)
+    yield lambda: store._BEFORE_MANY.run(connection)
+    yield lambda: store._ADDED_SINCE.run(connection, rowid=0, ids=[job_id])
     done = make("completed")
     store.add_event(job, "e")
     yield lambda: store.prune_batch(

@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
+from django.db.models.signals import post_init
 
 from durable_jobs import store
 from durable_jobs.jsontext import encode, sha256
@@ -195,6 +196,60 @@ def test_many_may_be_none_or_very_many() -> None:
     assert store.insert_many([]) == {}
     rows = [new(idempotency_key=f"{number:05}") for number in range(1200)]
     assert store.insert_many(rows).keys() == {row.id for row in rows}
+
+
+def varied() -> list[NewJob]:
+    ann, moment = user("ann"), datetime(2031, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
+    return [
+        new(),
+        new(meta='{"a":1.0,"b":1e16}', priority=3),
+        new(status="held", created_by=ann, lock_key="l"),
+        new(run_at=moment, delay=9, tenant="umbrella"),
+        new(run_at=datetime(2031, 1, 2, tzinfo=UTC), organization=None),
+        new(delay=90.25, subject_type="auth.group", subject_id="4", progress_job_id=uuid7()),
+        new(kind="tests.other", queue="other", idempotency_key="once"),
+        new(input=None, created_by=ann),
+    ]
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["alone", "watched"])
+@pytest.mark.parametrize("alike", [False, True], ids=["varied", "alike"])
+def test_what_is_answered_is_what_the_rows_hold(watched: bool, alike: bool) -> None:
+    """Only what the database decides is read back; the rest is known, whatever the rows have in common."""
+    rows = [new(meta='{"a":[1.0]}', priority=-3, delay=7) for _ in range(3)] if alike else varied()
+    seen: list[Any] = []
+
+    def see(sender: Any, instance: Any, **more: Any) -> None:
+        seen.append(instance.id)
+
+    if watched:
+        post_init.connect(see, sender=Job)
+    try:
+        answered = {**store.insert_many(rows[1:]), rows[0].id: through_one(rows[0])}
+    finally:
+        post_init.disconnect(see, sender=Job)
+    assert sorted(seen) == (sorted(answered) if watched else [])
+    assert answered.keys() == {row.id for row in rows}
+    for job_id, job in answered.items():
+        read = store.get(job_id)
+        assert read is not None and job is not None
+        attributes = {name: value for name, value in vars(job).items() if name != "_state"}
+        assert attributes == {name: value for name, value in vars(read).items() if name != "_state"}
+        assert {name: type(value) for name, value in attributes.items()} == {
+            name: type(getattr(read, name)) for name in attributes
+        }
+        assert (job._state.adding, job._state.db) == (read._state.adding, read._state.db)
+
+
+def test_many_come_due_in_their_order() -> None:
+    """Jobs of one priority that were started together are not shuffled."""
+    rows = [new() for _ in range(20)]
+    made = store.insert_many(rows)
+    due = [made[row.id].next_run_at for row in rows]
+    assert due == sorted(due)
+    if connection.vendor == "postgresql":
+        assert len(set(due)) == len(due)
+    assert max(due) <= store.now()
 
 
 def test_a_job_without_a_key_is_given_one_once() -> None:
