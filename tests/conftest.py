@@ -19,7 +19,6 @@ from tests.connections import OtherConnection
 from tests.postgres import FOLDER_VARIABLE, Server, alive
 from tests.processes import Processes
 
-
 # A machine that stands still for a moment is no failure of the example that it was at.
 hypothesis_settings.register_profile("patient", deadline=None)
 hypothesis_settings.load_profile("patient")
