@@ -31,10 +31,10 @@ CREW = (("--concurrency", "4"), ("--concurrency", "4"), ("--concurrency", "3", "
 
 DRAIN_SECONDS = 25.0
 EXIT_CUT_OFF, EXIT_NO_DATABASE, EXIT_GAVE_UP = 1, 4, 70
-LIFE_SECONDS = 5.0
+LIFE_SECONDS = 4.0
 """How long a worker works before it is struck: repair takes two looks and a grace between them, and a machine on
 which nobody lives so long repairs nothing."""
-STRIKES = {"kill": 5, "stop": 4, "terminate": 1}
+STRIKES = {"kill": 6, "stop": 3, "terminate": 1}
 """What is done to a worker, by weight."""
 MOST_STOPPED = 2
 LONGEST_STOP = 12.0
