@@ -130,6 +130,9 @@ class Worker:
         self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._ended: deque[Task] = deque()
         """Finished and not yet completed; still leased."""
+        self._led: list[Task] = []
+        """What a slice's thread completes just now, together."""
+        self._unled_until = 0.0
         self._pace: dict[str, float] = {}
         """Seconds that jobs of a kind take, by what they took lately."""
         self._in_turn_until = 0.0
@@ -292,7 +295,7 @@ class Worker:
         self._look_around()
         self._let_ends_gather()
         ended = self._take_ended()
-        free = self.concurrency - len(self._running())
+        free = self.concurrency - len(self._running()) - bool(self._led)
         ahead, quick = self._room_ahead(free)
         if len(self._ended) >= MOST_TOGETHER:
             # Far more ends wait than one transaction takes: no others are begun before they are through.
@@ -501,6 +504,7 @@ class Worker:
         return (
             not self._running()
             and not self._ended
+            and not self._led
             and not store.unfinished(self.queues, self.claimer.known())
         )
 
@@ -530,13 +534,48 @@ class Worker:
                 try:
                     self._run_task(task)
                 finally:
-                    with self._guard:
-                        self._tasks.pop(task, None)
-                        if task.finished is not None and not task.finished.is_over:
-                            self._ended.append(task)
+                    together = self._note_end(task)
                     self.claimer.wake()
+                if together:
+                    self._lead(together)
         finally:
             connections.close_all()
+
+    def _note_end(self, task: Task) -> list[Task]:
+        """The slice is over; what it answers is for this thread to complete.
+
+        On PostgreSQL one thread completes while another claims: the server does both at a time. On SQLite, where
+        one writes at a time, the claiming thread does both in one transaction.
+        """
+        with self._guard:
+            self._tasks.pop(task, None)
+            if task.finished is None or task.finished.is_over:
+                return []
+            self._ended.append(task)
+            if self._may_lead():
+                self._led = self._take_ended()
+                return self._led
+            return []
+
+    def _may_lead(self) -> bool:
+        return (
+            len(self._ended) >= MOST_TOGETHER
+            and not self._led
+            and time.monotonic() >= self._unled_until
+            and database.connection().vendor == "postgresql"
+        )
+
+    def _lead(self, together: list[Task]) -> None:
+        try:
+            self._complete(together)
+        except BaseException as error:
+            # What has not gone through waits again: the claiming thread meets the same, and tells it.
+            self._unled_until = time.monotonic() + LONGEST_UNBEGUN
+            tell(logger, logging.DEBUG, "completions_wait", str(error), owner=self.owner)
+            own_connection.close()
+        finally:
+            self._led = []
+            self.claimer.wake()
 
     def _run_task(self, task: Task) -> None:
         connection = None
@@ -593,16 +632,16 @@ class Worker:
         self.keeper.ask_to_stop()
         self._empty_inbox()
         deadline = time.monotonic() + self.drain_timeout
-        while ((waited_for := self._usable()) or self._ended) and time.monotonic() < deadline:
+        while ((waited_for := self._usable()) or self._ended or self._led) and time.monotonic() < deadline:
             try:
                 while ended := self._take_ended():
                     self._complete(ended)
             except Exception as error:
                 self.claimer.rest(min(self._outage.seen(error), LOOK_SECONDS))
-            if waited_for:
+            if waited_for or self._led:
                 self._report(waited_for, deadline)
                 self.claimer.rest(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
-        left = [*self._running(), *self._ended]
+        left = [*self._running(), *self._ended, *self._led]
         if code != EXIT_DONE or not left:
             return code
         self._say(f"Not waiting any longer for {_listed(left)}; their leases run out by themselves.")

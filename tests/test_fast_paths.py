@@ -353,6 +353,83 @@ def test_a_batch_whose_commit_was_answered_by_silence_loses_no_lease(
     assert "lease_lost" not in caplog.text
 
 
+def leading(monkeypatch: pytest.MonkeyPatch, most: int = 4) -> list[str]:
+    """The threads that complete from now on; `most` ends share a transaction."""
+    complete, by = Worker._complete, list[str]()
+
+    def noting(self: Worker, together: Any, and_then: Any = None) -> None:
+        if together:
+            by.append(threading.current_thread().name)
+        complete(self, together, and_then)
+
+    monkeypatch.setattr(Worker, "_complete", noting)
+    monkeypatch.setattr("durable_jobs.worker.MOST_TOGETHER", most)
+    return by
+
+
+@pytest.mark.parametrize("kind", [Fast, Told, Mirrored])
+def test_where_two_can_write_one_thread_completes_while_another_claims(
+    kind: type[Kind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by = leading(monkeypatch)
+    jobs = [start(kind=kind) for _ in range(60)]
+    assert Worker(queues=["fast"], concurrency=2, until_idle=True).run() == 0
+    assert {(now(job).status, now(job).attempts) for job in jobs} == {("completed", 1)}
+    led = [name for name in by if name.startswith("durable-jobs-slice")]
+    assert bool(led) is (connection.vendor == "postgresql")
+
+
+@pytest.mark.postgres_only
+@pytest.mark.parametrize("error", [InterfaceError("the connection was cut"), IntegrityError("a check")])
+def test_what_a_slice_s_thread_could_not_complete_is_completed_all_the_same(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    by, complete_many, failed = leading(monkeypatch), lifecycle.complete_many, list[str]()
+
+    def failing(owner: str, endings: Any) -> None:
+        name = threading.current_thread().name
+        if name.startswith("durable-jobs-slice") and not failed:
+            failed.append(name)
+            raise error
+        complete_many(owner, endings)
+
+    monkeypatch.setattr(lifecycle, "complete_many", failing)
+    jobs = [start() for _ in range(60)]
+    assert Worker(queues=["fast"], concurrency=2, until_idle=True).run() == 0
+    assert failed and by
+    assert {(now(job).status, now(job).attempts) for job in jobs} == {("completed", 1)}
+    assert "lease_lost" not in caplog.text
+
+
+@pytest.mark.postgres_only
+def test_a_worker_waits_for_what_a_slice_s_thread_completes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither does it pass for idle meanwhile, nor does a drain go without it."""
+    leading(monkeypatch)
+    complete_many, begun = lifecycle.complete_many, threading.Event()
+
+    def slow(owner: str, endings: Any) -> None:
+        if threading.current_thread().name.startswith("durable-jobs-slice") and not begun.is_set():
+            begun.set()
+            GATE.wait(20)
+        complete_many(owner, endings)
+
+    monkeypatch.setattr(lifecycle, "complete_many", slow)
+    jobs = [start() for _ in range(30)]
+    here = RunningHere(queues=["fast"], concurrency=2)
+    with here as worker:
+        assert begun.wait(20)
+        held = list(worker._led)
+        assert held and not worker._is_idle()
+        worker.stop()
+        wait_until(worker._draining.is_set, 10, "no drain")
+        time.sleep(1.5)
+        assert not worker.keeper._stopping.is_set(), "it went, and nobody renews those leases"
+        GATE.set()
+    assert here.code == 0
+    assert {now(task.job).status for task in held} == {"completed"}
+    assert {now(job).status for job in jobs} <= {"completed", "pending"}
+
+
 def test_nothing_is_told_before_the_commit_and_a_receiver_is_told_of_the_end() -> None:
     seen: list[Any] = []
 
