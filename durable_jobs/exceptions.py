@@ -475,13 +475,18 @@ class DomainMirrorMismatch(DurableJobsError):
 
     code = "domain_mirror_mismatch"
 
-    def __init__(self, job: object, rows: object = 0, hook: str = "on_transition") -> None:
+    def __init__(
+        self, job: object, rows: object = 0, hook: str = "on_transition", disagreement: str = ""
+    ) -> None:
         self.job_id = getattr(job, "id", job)
         self.kind, self.rows, self.hook = getattr(job, "kind", None), rows, hook
         super().__init__(
             f"{hook} of kind {self.kind} answered {shown(rows)} for job {self.job_id}, so the project's row "
-            "does not agree with the job. Return how many rows agree now (at least 1), or ROW_GONE when the "
-            "row was deleted."
+            "does not agree with the job. "
+            + (
+                disagreement
+                or "Return how many rows agree now (at least 1), or ROW_GONE when the row was deleted."
+            )
         )
 
 

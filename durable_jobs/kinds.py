@@ -201,12 +201,23 @@ class StatusMirror:
 
     def on_transition(self, job: Job) -> HookAnswer:
         """Write the target of the job's terminal status; a row already there counts as one that agrees."""
-        target = {"completed": self.completed, "failed": self.failed, "cancelled": self.cancelled}[job.status]
-        return self._write(job, target, (*self.open, target))
+        return self._write(job, *self._ending(job.status))
 
     def on_redrive(self, job: Job) -> HookAnswer:
         """Open the row again: from failed, or from a row that never noticed the job's end."""
-        return self._write(job, self.redriven, (*self.open, self.failed, self.redriven))
+        return self._write(job, *self._opening())
+
+    def disagreement(self, job: Job) -> str:
+        """What keeps the row from following the job, and the way out; empty where it is not the row's value."""
+        target, from_values = self._opening() if job.finished_at is None else self._ending(job.status)
+        for value in self._rows(job).values_list(self.field, flat=True):
+            if value not in from_values:
+                return (
+                    f"{self.model_label} {job.subject_id} has {self.field}={shown(value)}, and becomes "
+                    f"{shown(target)} only from {', '.join(map(shown, dict.fromkeys(from_values)))}. Give the row "
+                    f"one of these values, or add {shown(value)} to `open` of the kind's StatusMirror."
+                )
+        return ""
 
     @property
     def is_plain(self) -> bool:
@@ -266,11 +277,22 @@ class StatusMirror:
                 f"Job {job.id} has a subject of {job.subject_type}; its kind mirrors {self.model_label}. "
                 "Settle the job without hooks, or mirror the model that it was started with."
             )
-        rows = self._model()._base_manager.using(database.alias()).filter(pk=job.subject_id)
+        rows = self._rows(job)
         matched = rows.filter(**{f"{self.field}__in": from_values}).update(**{self.field: target})
         if not matched and not rows.exists():
             return ROW_GONE
         return matched
+
+    def _ending(self, status: str) -> tuple[Any, tuple[Any, ...]]:
+        """The value that the row gets when the job has ended so, and those that it may have before."""
+        target = {"completed": self.completed, "failed": self.failed, "cancelled": self.cancelled}[status]
+        return target, (*self.open, target)
+
+    def _opening(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.redriven, (*self.open, self.failed, self.redriven)
+
+    def _rows(self, job: Job) -> models.QuerySet[Any]:
+        return self._model()._base_manager.using(database.alias()).filter(pk=job.subject_id)
 
     def _model(self) -> type[models.Model]:
         return apps.get_model(self.model_label)

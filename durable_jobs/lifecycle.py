@@ -457,21 +457,21 @@ def _run_hooks(kind: Kind, job: Job) -> None:
         answer = kind.on_transition(job)
         took, name = time.monotonic() - began, kind.name
         _hook_seconds[name] = took + (1 - PACE_WEIGHT) * (_hook_seconds.get(name, took) - took)
-        _require_agreement(job, answer, "on_transition")
+        _require_agreement(kind, job, answer, "on_transition")
 
 
 def _run_redrive_hook(kind: Kind, job: Job) -> None:
     if kind.has_transition_hook:
-        _require_agreement(job, kind.on_redrive(job), "on_redrive")
+        _require_agreement(kind, job, kind.on_redrive(job), "on_redrive")
 
 
-def _require_agreement(job: Job, answer: object, hook: str) -> None:
+def _require_agreement(kind: Kind, job: Job, answer: object, hook: str) -> None:
     if answer is ROW_GONE:
         store.add_event(
             job, "row_gone", message=f"{hook}: the project's row was deleted; nothing is left to agree."
         )
     elif isinstance(answer, bool) or not isinstance(answer, int) or answer < 1:
-        raise DomainMirrorMismatch(job, answer, hook)
+        raise DomainMirrorMismatch(job, answer, hook, kind.mirror.disagreement(job) if kind.mirror else "")
 
 
 def _record_failed(job: Job) -> None:

@@ -538,6 +538,12 @@ class TestMirrorWithItsJob:
         job = service.start("tests.made", subject=shipment).job
         result = testing.run_slice(job)
         assert isinstance(result.error, DomainMirrorMismatch)
+        said = str(result.error)
+        assert (
+            f"tests.Shipment {shipment.pk} has status='stopped'" in said
+            and "becomes 'arrived' only from" in said
+        )
+        assert "add 'stopped' to `open` of the kind's StatusMirror" in said
         shipment.refresh_from_db()
         assert shipment.status == "stopped"
         assert store.get(job.id).status == "running"  # type: ignore[union-attr]
