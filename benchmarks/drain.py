@@ -144,8 +144,13 @@ def hooked(vendor: str) -> list[Contestant]:
     """Kinds with a hook: the project's row changes in the transaction of the end."""
     bare, extra = ("lite", {}) if vendor == "sqlite" else ("bare", {"threads": 8})
     goal = None if vendor == "sqlite" else Goal(least=0.6)
+    by_django = Contestant(
+        "floor: hooks by QuerySet.update, one transaction each", bare, {**extra, "batch": 50, "end": "updated"},
+        floor="floor: hooks, one transaction each", size=0.4,
+    )  # fmt: skip
     return [
         Contestant("floor: hooks, one transaction each", bare, {**extra, "batch": 50, "end": "hooked"}, size=0.4),
+        *([by_django] if vendor == "postgresql" else []),
         Contestant("durable_jobs, hooks, concurrency 1", "durable",
                    {"concurrency": 1, "kind": HOOKED}, floor="floor: hooks, one transaction each", size=0.2),
         Contestant("durable_jobs, hooks, concurrency 8", "durable",
@@ -160,6 +165,7 @@ def mirrored(vendor: str) -> list[Contestant]:
         replace(one, name=one.name.replace("hooks", "mirror"), floor=one.floor and one.floor.replace("hooks", "mirror"),
                 arguments={**one.arguments, **({"end": "mirrored"} if one.floor is None else {"kind": MIRRORED})})
         for one in hooked(vendor)
+        if one.arguments.get("end") != "updated"
     ]  # fmt: skip
 
 

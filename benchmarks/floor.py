@@ -17,7 +17,7 @@ OWNER = "floor"
 LONGEST = 10.0
 """Seconds after which a floor is measured well enough, however slow the disk is."""
 KIND, MIRRORED, HOOKED = "bench.noop", "bench.mirrored", "bench.hooked"
-KIND_OF = {"mirrored": MIRRORED, "hooked": HOOKED}
+KIND_OF = {"mirrored": MIRRORED, "hooked": HOOKED, "updated": HOOKED}
 
 TAKE = """status = 'running', lease_owner = 'floor', lease_epoch = lease_epoch + 1, attempts = attempts + 1,
     heartbeat_at = {now}, claimed_at = {now}, lease_expires_at = {later}, processed_at_claim = processed_count,
@@ -79,7 +79,10 @@ def connect(autocommit: bool = True) -> Any:
 
 
 def postgresql(*, threads: int, batch: int, end: str) -> dict[str, float]:
-    """Drain with `threads`, each claiming `batch` at a time and ending them `one`, `many` or with a hook."""
+    """Drain with `threads`, each claiming `batch` at a time and ending them `one`, `many` or with a hook.
+
+    `updated`: the hook is what a project writes, a `QuerySet.update` in `atomic()`.
+    """
 
     until = time.perf_counter() + LONGEST
 
@@ -92,6 +95,9 @@ def postgresql(*, threads: int, batch: int, end: str) -> dict[str, float]:
             if end == "many":
                 ids, epochs = [row[0] for row in claimed], [row[2] for row in claimed]
                 assert len(connection.execute(PG_COMPLETE_MANY, [ids, epochs]).fetchall()) == len(claimed)
+            elif end == "updated":
+                for row in claimed:
+                    complete_by_django(row)
             elif end in KIND_OF:
                 for row in claimed:
                     with connection.transaction():
@@ -103,6 +109,18 @@ def postgresql(*, threads: int, batch: int, end: str) -> dict[str, float]:
             done.append(len(claimed))
 
     return timed(drain, connect, threads)
+
+
+def complete_by_django(row: Any) -> None:
+    from django.db import connection, transaction
+
+    from benchmarks.models import Thing
+
+    with transaction.atomic():
+        with connection.cursor() as cursor:
+            cursor.execute(PG_COMPLETE, [row[0], row[2]])
+            assert cursor.fetchall()
+        assert Thing.objects.filter(pk=row[0], status="open").update(status="done") == 1
 
 
 def postgresql_crowd(*, processes: int, **arguments: Any) -> dict[str, Any]:
