@@ -596,11 +596,13 @@ class _Rows:
         if after is not None:
             rows = rows.filter(self._order.after(after))
         entries: list[_Entry] = []
+        key_of, last = self._order.key, None
         for row in rows if size is None else rows[:size]:
-            key = self._order.key(row)
+            key = key_of(row)
             # A join over many gives a row more than once.
-            if not entries or key != entries[-1].key:
+            if key != last:
                 entries.append(_Entry(key, row))
+                last = key
         if entries and entries[0].key == after:
             raise _refused(
                 f"The database gives {shown(after)} again as coming after itself, so its values do not come "

@@ -14,6 +14,7 @@ import decimal
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 from django.core.exceptions import FieldDoesNotExist
@@ -54,8 +55,16 @@ class Column:
     @property
     def is_exact(self) -> bool:
         """Whether the row holds the stored value."""
+        return self._is_on_the_row(EXACT_FIELDS)
+
+    @property
+    def is_exact_uuid(self) -> bool:
+        """Whether the row holds the UUID that a database with such a type gives."""
+        return self._is_on_the_row((models.UUIDField,))
+
+    def _is_on_the_row(self, classes: tuple[type[models.Field[Any, Any]], ...]) -> bool:
         field = self.field.target_field if isinstance(self.field, models.ForeignKey) else self.field
-        return not self.is_foreign and isinstance(field, EXACT_FIELDS) and not hasattr(field, "from_db_value")
+        return not self.is_foreign and isinstance(field, classes) and not hasattr(field, "from_db_value")
 
     @property
     def is_unique(self) -> bool:
@@ -98,6 +107,8 @@ class Order:
     columns: tuple[Column, ...]
     loads: bool = False
     """Whether all values are read beside the row, because it may have left columns out."""
+    has_uuids: bool = False
+    """Whether the database has a type for UUIDs, so that its driver gives what the row holds."""
 
     @property
     def names(self) -> list[str]:
@@ -119,11 +130,17 @@ class Order:
 
     def key(self, row: models.Model) -> Key:
         """The key of a row that `sort` has read; called once, because it takes away what was read beside."""
-        beside = {index: row.__dict__.pop(f"{BESIDE}{index}") for index, _ in self._beside()}
+        held = row.__dict__
         return [
-            _plain(beside[index] if index in beside else getattr(row, column.path))
-            for index, column in enumerate(self.columns)
+            _plain(getattr(row, path) if beside is None else held.pop(beside))
+            for path, beside in self._read_as
         ]
+
+    @cached_property
+    def _read_as(self) -> tuple[tuple[str, str | None], ...]:
+        """Each column's path, and the name under which its value is read beside the row, if it is."""
+        beside = {index: f"{BESIDE}{index}" for index, _ in self._beside()}
+        return tuple((column.path, beside.get(index)) for index, column in enumerate(self.columns))
 
     def after(self, key: Key) -> Q | RowComparison:
         """The rows beyond a key."""
@@ -139,7 +156,10 @@ class Order:
         return _beyond(backwards, key, inclusive=True)
 
     def _beside(self) -> Iterator[tuple[int, Column]]:
-        return ((i, column) for i, column in enumerate(self.columns) if self.loads or not column.is_exact)
+        return ((i, column) for i, column in enumerate(self.columns) if self.loads or not self._holds(column))
+
+    def _holds(self, column: Column) -> bool:
+        return column.is_exact or (self.has_uuids and column.is_exact_uuid)
 
     def _compares_whole_rows(self) -> bool:
         # Worth a form of its own: databases walk an index by it, where a chain of ORs over equal first values
@@ -212,8 +232,13 @@ def _beyond(columns: Sequence[Column], key: Key, *, inclusive: bool = False) -> 
     return beyond if start is None else start & beyond
 
 
+_PLAIN: Final = frozenset((int, str, uuid.UUID))
+
+
 def _plain(value: Any) -> Any:
     """A value without what a driver or a field has wrapped it in: buffers, members of enumerations."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, memoryview):
         return bytes(value)
     if isinstance(value, str):
@@ -231,20 +256,21 @@ def _given(value: Any) -> Value:
 def order_of(rows: models.QuerySet[Any], connection: BaseDatabaseWrapper) -> Order:
     """The order in which a QuerySet of model instances gives its rows, made unique; raises `Unordered`."""
     nulls_are_largest = bool(connection.features.nulls_order_largest)
+    has_uuids = bool(connection.features.has_native_uuid_field)
     columns: list[Column] = []
     for entry in _entries(rows):
         for column in _columns(rows, entry, nulls_are_largest):
             if all(column.path != earlier.path for earlier in columns):
                 columns.append(column)
             if column.is_unique:
-                return Order(tuple(columns), _loads(rows))
+                return Order(tuple(columns), _loads(rows), has_uuids)
     present = {column.path for column in columns}
     # The primary key follows the direction before it, so that one index can serve the whole order.
     descending = columns[-1].descending if columns else False
     for field in rows.model._meta.pk_fields:
         if field.attname not in present:
             columns.append(Column(field.attname, field, descending=descending))
-    return Order(tuple(columns), _loads(rows))
+    return Order(tuple(columns), _loads(rows), has_uuids)
 
 
 def _loads(rows: models.QuerySet[Any]) -> bool:
