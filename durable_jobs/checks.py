@@ -18,7 +18,7 @@ from django.core import checks
 from django.core.checks import CheckMessage, Error, Tags, Warning
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import get_commands
-from django.db import NotSupportedError, connections, router
+from django.db import DatabaseError, NotSupportedError, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.module_loading import import_string
 
@@ -204,11 +204,23 @@ def check_database(app_configs: Any = None, **options: Any) -> list[CheckMessage
 def check_running_database(
     app_configs: Any = None, *, databases: Sequence[str] | None = None, **options: Any
 ) -> list[CheckMessage]:
-    """Report what only the database itself can tell (E009, W003, W006, W009)."""
+    """Report what only the database itself can tell (E009, E014, W003, W006, W009)."""
     alias = database.alias()
     if alias not in (databases or ()):
         return []
     connection = connections[alias]
+    try:
+        connection.ensure_connection()
+    except NotSupportedError as error:  # older than Django itself accepts
+        return [_postgresql_too_old(connection, str(error))] if connection.vendor == "postgresql" else []
+    except DatabaseError as error:
+        return [
+            Error(
+                f"The database {alias!r} does not answer: {' '.join(str(error).split())}",
+                hint=f'Is it running, and are NAME, HOST, PORT, USER and PASSWORD in DATABASES["{alias}"] right?',
+                id="durable_jobs.E014",
+            )
+        ]
     if connection.vendor == "sqlite":
         return [*_sqlite_journal(connection), *_not_migrated(connection)]
     if connection.vendor == "postgresql":
@@ -290,12 +302,7 @@ def _sqlite_journal(connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
 
 
 def _postgresql_version(connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
-    try:
-        connection.ensure_connection()
-        version = connection.get_database_version()
-    except NotSupportedError as error:  # older than Django itself accepts
-        yield _postgresql_too_old(connection, str(error))
-        return
+    version = connection.get_database_version()
     if version < (OLDEST_POSTGRESQL,):
         yield _postgresql_too_old(connection, f"The server is PostgreSQL {_dotted(version)}.")
 

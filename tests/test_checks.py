@@ -312,6 +312,15 @@ class TestProjects:
         assert set(found) == {"durable_jobs.W006", "durable_jobs.W009"}
         assert "'delete'" in found["durable_jobs.W006"]
 
+    def test_e014_a_database_that_does_not_answer(self, project):
+        nowhere = {
+            "default": {**SQLITE["default"], "NAME": "/no/such/folder/db.sqlite3", "OPTIONS": GOOD_OPTIONS}
+        }
+        found = project.check(f"DATABASES = {nowhere!r}", databases=["default"])
+        assert set(found) == {"durable_jobs.E014"}
+        assert "unable to open database file" in found["durable_jobs.E014"]
+        assert "NAME, HOST, PORT" in found["durable_jobs.E014"]
+
     def test_e005_users_in_another_database(self, project):
         found = project.check(
             f"""

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from selenium import webdriver
+from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.expected_conditions import staleness_of
 from selenium.webdriver.support.ui import WebDriverWait
 
 CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
@@ -114,9 +114,8 @@ class Browser:
         def holds(driver: Any) -> bool:
             try:
                 return bool(condition())
-            except Exception as error:
-                # A page that is being exchanged just now.
-                if "stale" in str(error).lower() or "no such element" in str(error).lower():
+            except WebDriverException as error:
+                if is_exchanged(error):
                     return False
                 raise
 
@@ -135,9 +134,17 @@ class Browser:
             return bool(found)
 
         self.wait(click, f"nothing to click says {text!r}", 5)
-        WebDriverWait(self.driver, 20, poll_frequency=0.05).until(
-            staleness_of(page), f"{text!r} leads nowhere"
-        )
+
+        def is_gone(driver: Any) -> bool:
+            try:
+                page.is_enabled()
+            except WebDriverException as error:
+                if is_exchanged(error):
+                    return True
+                raise
+            return False
+
+        WebDriverWait(self.driver, 20, poll_frequency=0.05).until(is_gone, f"{text!r} leads nowhere")
 
     def fill(self, name: str, value: str) -> None:
         field = self.driver.find_element(By.NAME, name)
@@ -178,6 +185,14 @@ class Browser:
                 "return document.documentElement.scrollWidth > document.documentElement.clientWidth + 1"
             )
         )
+
+
+def is_exchanged(error: WebDriverException) -> bool:
+    """Whether a look met a page that is being exchanged just now: Chromium has several words for it."""
+    said = str(error).lower()
+    return any(
+        words in said for words in ("stale element", "no such element", "does not belong to the document")
+    )
 
 
 def _quoted(text: str) -> str:
