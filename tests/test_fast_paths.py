@@ -170,12 +170,17 @@ def ended(*jobs: Job) -> bool:
     return not Job.objects.filter(id__in=[job.id for job in jobs], finished_at=None).exists()
 
 
+def without_ids(job: Job, text: str) -> str:
+    own = text.replace(str(job.id), "its id")
+    return own.replace(f"Shipment {job.subject_id} ", "Shipment of its own ")
+
+
 def left_behind() -> tuple[list[Any], list[Any]]:
     """Every row without what no two runs share, and which moments it has; its history."""
     rows = []
     for job in Job.objects.order_by("created_at", "id"):
         row = {field.attname: getattr(job, field.attname) for field in Job._meta.concrete_fields}
-        row["error_message"] = (job.error_message or "").replace(str(job.id), "its id")
+        row["error_message"] = without_ids(job, job.error_message or "")
         rows.append(
             {
                 name: bool(value) if name in MOMENTS else value
@@ -190,11 +195,11 @@ def left_behind() -> tuple[list[Any], list[Any]]:
             event.event,
             event.code,
             event.error_type,
-            event.message.replace(str(event.job_id), "its id"),
+            without_ids(event.job, event.message),
             event.seq,
             event.epoch,
         )
-        for event in JobEvent.objects.order_by("id")
+        for event in JobEvent.objects.select_related("job").order_by("id")
     ]
     return rows, sorted(events)
 
