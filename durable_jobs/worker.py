@@ -389,6 +389,8 @@ class Worker:
         if not ended:
             return
         finished = [task.finished for task in ended if task.finished is not None]
+        for one in finished:
+            one.ending.reset()
         wanted = [one for one in finished if one.is_wanted]
         endings = [one.ending for one in wanted]
         is_plain = all(ending.share is Share.PLAIN for ending in endings)
@@ -433,7 +435,9 @@ class Worker:
                 if task.finished.committed():
                     rest.append(task)
                 else:
-                    task.finished.tell()
+                    # A handler of the project's log may raise: the others have their ends all the same.
+                    with suppress(Exception):
+                        task.finished.tell()
         self._ended.extendleft(reversed(again))
         self._go_on_with(rest)
 
@@ -632,7 +636,10 @@ class Worker:
         self.keeper.ask_to_stop()
         self._empty_inbox()
         deadline = time.monotonic() + self.drain_timeout
-        while ((waited_for := self._usable()) or self._ended or self._led) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            waited_for, are_ending = self._at_work()
+            if not waited_for and not are_ending:
+                break
             try:
                 while ended := self._take_ended():
                     self._complete(ended)
@@ -668,9 +675,16 @@ class Worker:
         for task in ended:
             self._inbox.put(task)
 
-    def _usable(self) -> list[Task]:
+    def _at_work(self) -> tuple[list[Task], bool]:
+        """The slices that run and do not hang, and whether others wait for their end: at one moment.
+
+        A slice's thread that completes puts back what is left, and only then leads no more.
+        """
         hung = {hold.key for hold in self.keeper.overdue}
-        return [task for task in self._running() if task.hold.key not in hung]
+        with self._guard:
+            are_ending = bool(self._led or self._ended)
+            running = list(self._tasks)
+        return [task for task in running if task.hold.key not in hung], are_ending
 
     def _report(self, waited_for: list[Task], deadline: float) -> None:
         now = time.monotonic()

@@ -21,11 +21,11 @@ from durable_jobs.kinds import Cancelled, Done, Kind, Retry, StatusMirror, Yield
 from durable_jobs.lifecycle import Ending, Share
 from durable_jobs.models import Job, JobEvent
 from durable_jobs.reconciler import Reconciler
-from durable_jobs.runner import SliceContext, SliceResult, begin_slice
+from durable_jobs.runner import Finished, SliceContext, SliceResult, begin_slice
 from durable_jobs.store import Lease, Probe
 from durable_jobs.transports import database as transport
 from durable_jobs.transports.database import Claimer
-from durable_jobs.worker import Worker
+from durable_jobs.worker import Task, Worker
 from tests import fast_kinds
 from tests.connections import OtherConnection
 from tests.models import Shipment
@@ -435,6 +435,32 @@ def test_a_worker_waits_for_what_a_slice_s_thread_completes(monkeypatch: pytest.
     assert {now(job).status for job in jobs} <= {"completed", "pending"}
 
 
+def test_a_drain_counts_what_a_slice_s_thread_has_just_put_back() -> None:
+    """It goes from one list to another between two looks of the drain."""
+    worker = Worker(queues=["fast"], drain_timeout=20)
+    job, lease = running()
+    task = Task(job, Hold(lease), suspect=False)
+    worker._led = [task]
+
+    def put_back() -> None:
+        worker._tasks[task] = None
+        worker._led = []
+
+    turns = iter([put_back, worker._tasks.clear])
+
+    class Guard:
+        """What the other thread does comes at once after a look."""
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *error: object) -> None:
+            next(turns, lambda: None)()
+
+    worker._guard = Guard()  # type: ignore[assignment]
+    assert worker._drain(0) == 0
+
+
 def test_nothing_is_told_before_the_commit_and_a_receiver_is_told_of_the_end() -> None:
     seen: list[Any] = []
 
@@ -534,6 +560,48 @@ def test_hooks_that_are_quick_share_and_have_a_time(monkeypatch: pytest.MonkeyPa
     assert counted[Share.MIRRORED] == 20
     assert (counted[Share.HOOKED] > 0) is (connection.vendor == "sqlite")
     assert sorted(Hooked.called) == sorted(job.id for job in jobs if job.kind == Hooked.name)
+
+
+def finished_tasks(kind: type[Kind], owner: str, many: int) -> list[Task]:
+    """Their steps are done, and they wait for an end that they share."""
+    tasks = []
+    for _ in range(many):
+        job, lease = running(kind=kind, owner=owner)
+        hold = Hold(lease)
+        finished = begin_slice(job, hold, Keeper(owner), grouped=True)
+        assert isinstance(finished, Finished)
+        tasks.append(Task(job, hold, suspect=False, finished=finished))
+    return tasks
+
+
+def test_a_job_that_was_put_off_and_cancelled_meanwhile_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "share_of", lambda kind: Share.HOOKED)
+    monkeypatch.setattr(lifecycle, "SHARED_SECONDS", 0.0)
+    worker = Worker(queues=["fast"])
+    first, second = finished_tasks(Hooked, worker.owner, 2)
+    worker._complete([first, second])
+    assert list(worker._ended) == [second]
+    second.hold.observe(cancel=True)
+    worker._complete(worker._take_ended())
+    assert not worker._ended, "it is put off for ever"
+    assert second in worker._running() and second.finished is not None
+    second.finished.complete()
+    assert [now(task.job).status for task in (first, second)] == ["completed", "cancelled"]
+
+
+def test_a_log_that_raises_keeps_nobody_from_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(queues=["fast"])
+    first, stolen = finished_tasks(Fast, worker.owner, 2)
+    change(stolen.job, lease_owner="thief", lease_epoch=9, attempts=1)
+
+    def broken(*args: Any, **facts: Any) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lifecycle, "log", broken)
+        worker._complete([first, stolen])
+    assert now(first.job).status == "completed"
+    assert worker._running() == [stolen], "nobody would ever look at it again"
 
 
 def test_a_slow_hook_ends_its_jobs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
