@@ -78,7 +78,9 @@ def share_of(kind: Kind) -> Share:
     """How a completion of this kind may share a transaction, for now."""
     share = _declared_share(kind)
     if share is Share.PLAIN:
-        heard = signals.job_completed.receivers and signals.job_completed.has_listeners(kind.name)
+        # Rows of before the kind was renamed tell by the name that they carry.
+        told = signals.job_completed
+        heard = told.receivers and any(told.has_listeners(name) for name in kind.all_names)
         return Share.TOLD if heard else share
     if share is Share.TOLD:
         return share
@@ -244,14 +246,17 @@ def tell_completed(ending: Ending) -> None:
     if ending.row is None:
         log("job_completed", ending.job)
         return
+    # In the order in which a transaction of its own would call them.
+    _after_end(ending.kind, ending.row, "job_completed")
     for call, robust in ending.callbacks:
         try:
             call()
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             log("commit_callback_failed", ending.row, level=logging.ERROR, error=error)
-            if not robust:
+            if not robust or not isinstance(error, Exception):
                 break
-    _after_end(ending.kind, ending.row, "job_completed")
 
 
 def fail(

@@ -461,6 +461,23 @@ def test_a_drain_counts_what_a_slice_s_thread_has_just_put_back() -> None:
     assert worker._drain(0) == 0
 
 
+def test_a_receiver_for_a_kind_s_old_name_is_told_of_rows_that_carry_it() -> None:
+    class Renamed(Fast):
+        name = "fast.renamed"
+        aliases = ("fast.former",)
+
+    def receive(**said: Any) -> None:
+        pass
+
+    kinds.register(Renamed)
+    signals.job_completed.connect(receive, sender="fast.former")
+    try:
+        assert lifecycle.share_of(kinds.get(Renamed)) is Share.TOLD
+    finally:
+        signals.job_completed.disconnect(receive, sender="fast.former")
+        kinds.unregister(Renamed.name)
+
+
 def test_nothing_is_told_before_the_commit_and_a_receiver_is_told_of_the_end() -> None:
     seen: list[Any] = []
 
@@ -602,6 +619,34 @@ def test_a_log_that_raises_keeps_nobody_from_an_end(monkeypatch: pytest.MonkeyPa
         worker._complete([first, stolen])
     assert now(first.job).status == "completed"
     assert worker._running() == [stolen], "nobody would ever look at it again"
+
+
+def test_what_follows_the_commit_comes_in_the_same_order_with_others_and_alone() -> None:
+    """The hook's own callback last, so that whatever it raises keeps nobody from being told."""
+
+    class Exiting(Hooked):
+        name = "fast.exiting"
+        seen: list[Any] = []
+
+        def after_commit(self, job: Job, note: str) -> None:
+            self.seen.append("callback")
+            raise SystemExit
+
+        def after_transition(self, job: Job) -> None:
+            self.seen.append("after_transition")
+
+    kinds.register(Exiting)
+    try:
+        job, lease = running(kind=Hooked)
+        shared_end = Ending(kinds.get(Exiting), job, lease, None, Share.HOOKED)
+        with database.transaction(database.alias()):
+            lifecycle.complete_many("me", [shared_end])
+        lifecycle.tell_completed(shared_end)
+        job, lease = running(kind=Hooked)
+        lifecycle.complete(kinds.get(Exiting), lease, None)
+    finally:
+        kinds.unregister(Exiting.name)
+    assert Exiting.seen == ["after_transition", "callback"] * 2
 
 
 def test_a_slow_hook_ends_its_jobs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
