@@ -675,7 +675,7 @@ class _Terms(NamedTuple):
 
 
 def _prepare_row(terms: _Terms, row: Mapping[str, Any]) -> _Ready:
-    if not isinstance(row, Mapping):
+    if type(row) is not dict and not isinstance(row, Mapping):
         raise InvalidInput(
             "row", row, "is not a mapping", 'Give a dict such as {"kind": "imports.csv", "input": {}}.'
         )

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 from uuid import UUID
@@ -393,12 +393,22 @@ def _insert_many_postgresql() -> str:
     FROM made"""
 
 
-_INSERT_MANY_SQLITE = f"""
-    INSERT INTO {{job}} {_INSERT_COLUMNS}
-    VALUES (:id, :kind, :status, :tenant, :organization, :queue, :input, :input_sha256,
-        :created_by, :meta, :idempotency_key, :lock_key, :subject_type, :subject_id, :progress_job_id, :priority,
-        :created_at, :created_at, :next_run_at, :pending_since)
-    ON CONFLICT DO NOTHING"""
+_MANY_COLUMNS = {name: name for name in _MANY_NAMES if name not in ("run_at", "delay")} | {
+    "tenant": "tenant_id", "organization": "organization_id", "queue": "queue_name", "created_by": "created_by_id",
+    "created_at": "created_at", "updated_at": "updated_at", "next_run_at": "next_run_at",
+    "pending_since": "pending_since",
+}  # fmt: skip
+
+
+@cache
+def _insert_each(names: tuple[str, ...]) -> Statement:
+    """For SQLite, of the columns that any row has a value for: each that is bound takes its time for each row."""
+    columns = ", ".join(_MANY_COLUMNS[name] for name in names)
+    values = ", ".join(f":{name}" for name in names)
+    text = f"INSERT INTO {{job}} ({columns}) VALUES ({values}) ON CONFLICT DO NOTHING"
+    return _statement("SELECT 1", text)
+
+
 _insert_many: list[Statement] = []
 _PENDING = Status.PENDING.value
 _BEFORE_MANY = _statement("SELECT {now}, 0", "SELECT {now}, coalesce(max(rowid), 0) FROM {job}")
@@ -1116,7 +1126,7 @@ def insert_many(rows: Sequence[NewJob]) -> dict[UUID, Job]:
     if any(new.idempotency_key is not None or new.lock_key is not None for new in rows):
         rows = sorted(rows, key=_by_key)
     if not _insert_many:
-        _insert_many.append(_statement(_insert_many_postgresql(), _INSERT_MANY_SQLITE))
+        _insert_many.append(_statement(_insert_many_postgresql(), "SELECT 1"))
     with _joining(database.alias()) as connection:
         if not rows:
             return {}
@@ -1156,12 +1166,19 @@ def _insert_many_in_turn(connection: BaseDatabaseWrapper, rows: Sequence[NewJob]
     now = database.plain(moment)
     first_runs = [_first_run(new, moment) for new in rows]
     columns = _columns(rows)
-    for name in ("id", "created_by", "progress_job_id"):
-        columns[name] = [database.plain(value) for value in columns[name]]
-    columns["created_at"] = [now] * len(rows)
+    columns["id"] = [job_id.hex for job_id in columns["id"]]
+    columns["created_at"] = columns["updated_at"] = [now] * len(rows)
     columns["next_run_at"] = [now if run is moment else database.plain(run) for run in first_runs]
     columns["pending_since"] = [None if run is None else now for run in first_runs]
-    count = _insert_many[0].run_each(connection, columns)
+    names = tuple(
+        name
+        for name in _MANY_COLUMNS
+        if columns[name][0] is not None or columns[name].count(None) < len(rows)
+    )
+    for name in ("created_by", "progress_job_id"):
+        if name in names:
+            columns[name] = [database.plain(value) for value in columns[name]]
+    count = _insert_each(names).run_each(connection, columns)
     make, there = _maker(connection), None
     if count != len(rows):
         added = _ADDED_SINCE.run(connection, rowid=rowid, ids=[new.id for new in rows])
