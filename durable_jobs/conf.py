@@ -175,7 +175,11 @@ class Config:
     STALLED_AFTER = Setting(
         900.0, number(1, 31 * 86_400), "Seconds without a commit until a job counts as stalled."
     )
-    NOTIFY_DEBOUNCE = Setting(0.05, number(0, 10), "Seconds in which one NOTIFY stands for all.")
+    NOTIFY_DEBOUNCE = Setting(
+        0.05,
+        number(0, 10),
+        "Seconds in which a process tells of a kind three times; one NOTIFY at their end tells the rest.",
+    )
     LISTEN = Setting(True, true_or_false, "Whether workers on PostgreSQL listen for new jobs.")
     LISTEN_DSN: Setting[str | None] = Setting(
         None, dsn_or_none, "A direct connection to listen on, past a connection pooler."

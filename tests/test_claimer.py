@@ -16,7 +16,7 @@ from durable_jobs.kinds import Done, Kind
 from durable_jobs.models import Job
 from durable_jobs.transports import current
 from durable_jobs.transports.base import Delivery, State
-from durable_jobs.transports.database import Claimer, DatabaseTransport, Listener, Pair
+from durable_jobs.transports.database import AT_ONCE, Claimer, DatabaseTransport, Listener, Pair
 from tests.connections import OtherConnection
 from tests.postgres import Server, wait_until
 from tests.worker_kinds import KINDS
@@ -300,7 +300,22 @@ def test_many_publishes_are_few_notifications_and_the_last_is_heard(
     assert time.monotonic() - last < 0.5
     transport.close(5)
     time.sleep(0.1)
-    assert 3 <= len(heard.pairs) <= 8
+    # Six windows have begun at most, and each has a last one.
+    assert 3 <= len(heard.pairs) <= 6 * (AT_ONCE + 1)
+
+
+@pytest.mark.postgres_only
+def test_a_start_now_and_then_is_heard_at_once(
+    heard: Heard, transport: DatabaseTransport, settings: Any
+) -> None:
+    """Nobody waits for the end of a window that is not full."""
+    settings.DURABLE_JOBS = {"NOTIFY_DEBOUNCE": 0}
+    job = start()
+    wait_until(lambda: len(heard.pairs) == 1, 5, "the start was not heard")
+    settings.DURABLE_JOBS = {"NOTIFY_DEBOUNCE": 10}
+    for number in range(AT_ONCE):
+        transport.publish(job)
+        wait_until(lambda number=number: len(heard.pairs) == number + 2, 5, "it was held back")  # type: ignore[misc]
 
 
 @pytest.mark.postgres_only
@@ -326,7 +341,7 @@ def test_what_is_due_much_later_is_not_announced(heard: Heard, transport: Databa
 @pytest.mark.postgres_only
 def test_the_held_back_notification_leaves_no_thread_and_no_connection(transport: DatabaseTransport) -> None:
     job = start()
-    for _ in range(3):
+    for _ in range(20):
         transport.publish(job)
     assert transport._trailer._thread is not None
     transport.close(5)

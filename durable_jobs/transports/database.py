@@ -43,6 +43,8 @@ PLANS_SECONDS = 300.0
 """Plans are made anew at most this often."""
 LISTEN_SECONDS = 0.5
 DUE_MARGIN = 0.002
+AT_ONCE = 3
+"""A start now and then is told at once; what comes faster waits for the end of the window."""
 
 
 class Pair(NamedTuple):
@@ -54,7 +56,7 @@ class Pair(NamedTuple):
 
 
 class DatabaseTransport(BaseTransport):
-    """Publishes by NOTIFY: one per pair and `NOTIFY_DEBOUNCE` seconds; the last is late, never dropped."""
+    """Publishes by NOTIFY, `AT_ONCE` per pair and `NOTIFY_DEBOUNCE` seconds; the last is late, never dropped."""
 
     name = "database"
     transactional = True
@@ -70,7 +72,7 @@ class DatabaseTransport(BaseTransport):
             if connection.vendor != "postgresql" or connection.needs_rollback or _is_far_ahead(job):
                 return
             pair = Pair(job.queue_name, job.kind, job.priority)
-            if self._trailer.is_first(pair, config.NOTIFY_DEBOUNCE):
+            if self._trailer.may_go(pair, config.NOTIFY_DEBOUNCE):
                 _notify(connection, list(pair))
             else:
                 # After the commit, so that a transaction rolled back wakes nobody.
@@ -121,22 +123,28 @@ class _Trailer:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._sent: dict[Pair, float] = {}
+        self._sent: dict[Pair, tuple[float, int]] = {}
+        """When the pair's window began, and how many were sent in it."""
         self._waiting: set[Pair] = set()
         self._thread: threading.Thread | None = None
         os.register_at_fork(after_in_child=self._forget)
 
-    def is_first(self, pair: Pair, window: float) -> bool:
-        """Whether this one is to be sent now; it begins a window."""
+    def may_go(self, pair: Pair, window: float) -> bool:
+        """Whether this one is to be sent now: it begins a window, or is one of the first in it."""
         if window <= 0:
             return True
         now = time.monotonic()
         with self._guard:
-            if now - self._sent.get(pair, -window) < window or pair in self._waiting:
+            if pair in self._waiting:
+                return False
+            begun, sent = self._sent.get(pair, (-math.inf, 0))
+            if now - begun >= window:
+                begun, sent = now, 0
+            if sent >= AT_ONCE:
                 return False
             if len(self._sent) > 1000:
                 self._sent.clear()
-            self._sent[pair] = now
+            self._sent[pair] = (begun, sent + 1)
             return True
 
     def send_later(self, pair: Pair) -> None:
@@ -163,7 +171,7 @@ class _Trailer:
                         self._thread = None
                         return
                     now = time.monotonic()
-                    self._sent.update(dict.fromkeys(pairs, now))
+                    self._sent.update(dict.fromkeys(pairs, (now, 1)))
                 self._send(using, pairs)
         finally:
             connections.close_all()
