@@ -1,0 +1,60 @@
+"""A row that is looked for by its key is found by it, whatever the statistics say of the others."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from django.db import connection
+
+from durable_jobs import database, store
+from durable_jobs.models import uuid7
+
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.postgres_only]
+
+STATEMENTS = (
+    "_COMPLETE", "_COMPLETE_MANY", "_COMPLETE_MANY_WHOLE", "_BEAT_MANY", "_WRITE_CHECKPOINT", "_LOCK_FENCE",
+    "_STILL_MINE", "_SET_PROGRESS",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATEMENTS)
+def test_where_the_statistics_know_of_no_running_job_none_of_them_is_walked(name: str) -> None:
+    """As prepared in a quiet hour: many that have ended, none that runs."""
+    now = "clock_timestamp()"
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"""INSERT INTO durable_jobs_job (id, status, queue_name, kind, tenant_id, created_at, updated_at,
+                finished_at) SELECT gen_random_uuid(), 'completed', 'main', 'plans.any', 'acme', {now}, {now}, {now}
+            FROM generate_series(1, 2000)"""
+        )
+        cursor.execute("ANALYZE durable_jobs_job")
+        plan = generic_plan(cursor, getattr(store, name))
+    assert "durable_jobs_job_pkey" in plan
+    assert "durable_jobs_running" not in plan, plan
+
+
+def generic_plan(cursor: Any, statement: database.Statement) -> str:
+    """The plan that a prepared statement keeps, made without looking at any value."""
+    text, names = statement._build("postgresql")
+    numbered = re.sub(r"%\((\w+)\)s", lambda found: f"${names.index(found[1]) + 1}", text).replace("%%", "%")
+    given = {
+        "id": uuid7(),
+        "epoch": 1,
+        "owner": "me",
+        "ttl": 60.0,
+        "ids": [],
+        "epochs": [],
+        "ttls": [],
+        "results": [],
+    }
+    cursor.execute("SET plan_cache_mode = force_generic_plan")
+    cursor.execute(f"PREPARE looked_at AS {numbered.replace('%', '%%')}", ())
+    try:
+        marks = ", ".join(["%s"] * len(names))
+        cursor.execute(f"EXPLAIN EXECUTE looked_at({marks})", [given.get(name) for name in names])
+        return "\n".join(row[0] for row in cursor.fetchall())
+    finally:
+        cursor.execute("DEALLOCATE looked_at")
+        cursor.execute("RESET plan_cache_mode")
