@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
@@ -13,15 +14,18 @@ import pytest
 from django.conf import settings
 from django.db import connection, connections, transaction
 from django.test import TransactionTestCase
-from hypothesis import settings as hypothesis_settings
 
 from tests.connections import OtherConnection
 from tests.postgres import FOLDER_VARIABLE, Server, alive
 from tests.processes import Processes
 
-# A machine that stands still for a moment is no failure of the example that it was at.
-hypothesis_settings.register_profile("patient", deadline=None)
-hypothesis_settings.load_profile("patient")
+# Some of the tests run where it is not installed.
+with contextlib.suppress(ModuleNotFoundError):
+    from hypothesis import settings as hypothesis_settings
+
+    # A machine that stands still for a moment is no failure of the example that it was at.
+    hypothesis_settings.register_profile("patient", deadline=None)
+    hypothesis_settings.load_profile("patient")
 
 
 def pytest_configure(config: pytest.Config) -> None:

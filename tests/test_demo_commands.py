@@ -69,9 +69,14 @@ def test_a_demo_that_is_ended_leaves_no_worker(
 def test_two_demos_do_not_share_a_folder(processes: Processes, tmp_path: Path) -> None:
     first = demo(processes, tmp_path)
     first.wait_for_output("Worker 1")
-    second = demo(processes, tmp_path)
-    assert second.wait() == 1
-    assert "Another demo is running" in second.output
+    # It could be through before the second one has started.
+    first.freeze()
+    try:
+        second = demo(processes, tmp_path)
+        assert second.wait() == 1
+        assert "Another demo is running" in second.output
+    finally:
+        first.thaw()
 
 
 def test_serve_prints_the_login_replaces_a_killed_worker_and_ends_both(

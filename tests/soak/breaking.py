@@ -32,17 +32,20 @@ def _forget_owner_and_epoch() -> None:
     store._OWNED = "id = :id AND status = 'running'"
     beat = store._BEAT_MANY._templates
     for vendor, conditions in OF_A_BEAT.items():
-        for condition in conditions:
+        for condition, instead in conditions.items():
             assert condition in beat[vendor], "the statement has changed"
-            beat[vendor] = beat[vendor].replace(condition, "")
+            beat[vendor] = beat[vendor].replace(condition, instead)
 
 
 OF_A_BEAT: Final = {
-    "postgresql": (" AND {job}.lease_epoch = mine.mine_epoch", " AND {job}.lease_owner = :owner"),
-    "sqlite": (
-        " AND lease_owner = :owner",
+    "postgresql": {
+        " AND {job}.lease_epoch = mine.mine_epoch": "",
+        "{job}.lease_owner = :owner": "{job}.status = 'running'",
+    },
+    "sqlite": {
+        " AND lease_owner = :owner": "",
         """
         AND lease_epoch = (SELECT json_extract(m.value, '$[1]') FROM json_each(:leases) m
-         WHERE json_extract(m.value, '$[0]') = {job}.id)""",
-    ),
+         WHERE json_extract(m.value, '$[0]') = {job}.id)""": "",
+    },
 }
