@@ -558,13 +558,10 @@ _BEAT_MANY = _statement(
         {job}.cancel_requested_at IS NOT NULL OR {mailbox}, {paused}
     FROM mine LEFT JOIN {job} ON {job}.id = mine.mine_id WHERE mine.mine_id NOT IN (SELECT id FROM renewed)""",
     """
-    UPDATE {job} SET heartbeat_at = {now}, lease_expires_at = {after
-        (SELECT json_extract(m.value, '$[2]') FROM json_each(:leases) m
-         WHERE json_extract(m.value, '$[0]') = {job}.id)}
-    WHERE status = 'running' AND lease_owner = :owner
-        AND id IN (SELECT json_extract(m.value, '$[0]') FROM json_each(:leases) m)
-        AND lease_epoch = (SELECT json_extract(m.value, '$[1]') FROM json_each(:leases) m
-         WHERE json_extract(m.value, '$[0]') = {job}.id)
+    UPDATE {job} SET heartbeat_at = {now}, lease_expires_at = {after mine.ttl}
+    FROM (SELECT json_extract(value, '$[0]') AS mine_id, json_extract(value, '$[1]') AS mine_epoch,
+        json_extract(value, '$[2]') AS ttl FROM json_each(:leases)) mine
+    WHERE id = mine_id AND lease_epoch = mine_epoch AND +lease_owner = :owner
     RETURNING id, 1, 1, {requested}, {paused}""",
 )
 

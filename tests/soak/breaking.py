@@ -42,10 +42,5 @@ OF_A_BEAT: Final = {
         " AND {job}.lease_epoch = mine.mine_epoch": "",
         "{job}.lease_owner = :owner": "{job}.status = 'running'",
     },
-    "sqlite": {
-        " AND lease_owner = :owner": "",
-        """
-        AND lease_epoch = (SELECT json_extract(m.value, '$[1]') FROM json_each(:leases) m
-         WHERE json_extract(m.value, '$[0]') = {job}.id)""": "",
-    },
+    "sqlite": {" AND lease_epoch = mine_epoch": "", "+lease_owner = :owner": "status = 'running'"},
 }
