@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 import pytest
@@ -338,26 +337,33 @@ def hold_worker_row(other: OtherConnection) -> None:
     )
 
 
+WRITE = store.worker_beat
+
+
+def slow_writes(monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float) -> None:
+    """From now on the write that begins a pass takes so long."""
+
+    def slow(owner: str) -> bool:
+        clock.skip(seconds)
+        return WRITE(owner)
+
+    monkeypatch.setattr(store, "worker_beat", slow)
+
+
 def test_a_first_write_that_waited_voids_what_was_seen(
     mender: Reconciler, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P2: a database that takes no write has taken no beats either."""
     job = orphan()
     enrol("mender")
-    write = store.worker_beat
-
-    def waits(owner: str, seconds: float) -> bool:
-        clock.skip(seconds)
-        return write(owner)
-
     mender.tick()
     clock.skip(GRACE + 1)
-    monkeypatch.setattr(store, "worker_beat", partial(waits, seconds=1.5))
+    slow_writes(monkeypatch, clock, 1.5)
     report = mender.tick()
     assert (report.sighted, report.redriven, report.errors) == (1, 0, 0)
     assert now(job).status == "running"
     clock.skip(GRACE + 1)
-    monkeypatch.setattr(store, "worker_beat", partial(waits, seconds=0.5))
+    slow_writes(monkeypatch, clock, 0.5)
     assert mender.tick().redriven == 1
 
 
@@ -368,13 +374,7 @@ def test_a_machine_that_is_always_slow_repairs_all_the_same(
     """Each of those writes was taken, so the owner's would have been taken too."""
     job = orphan()
     enrol("mender")
-    write = store.worker_beat
-
-    def waits(owner: str) -> bool:
-        clock.skip(1.5 if always == "slow" else 0.0)
-        return write(owner)
-
-    monkeypatch.setattr(store, "worker_beat", waits)
+    slow_writes(monkeypatch, clock, 1.5 if always == "slow" else 0.0)
     repaired = []
     for _ in range(6):
         repaired.append(mender.tick().redriven)
@@ -388,13 +388,7 @@ def test_a_beat_in_slow_times_begins_the_doubts_anew(
     """P2: whoever lives has been able to write between two of the writes that were taken."""
     job = orphan()
     enrol("mender")
-    write = store.worker_beat
-
-    def waits(owner: str) -> bool:
-        clock.skip(1.5)
-        return write(owner)
-
-    monkeypatch.setattr(store, "worker_beat", waits)
+    slow_writes(monkeypatch, clock, 1.5)
     for _ in range(3):
         assert mender.tick().sighted == 1
         clock.skip(GRACE + 1)

@@ -324,10 +324,6 @@ def test_beats_keep_no_process_alive(processes: Processes) -> None:
 def test_a_cancel_by_somebody_else_reaches_the_executor(managers: Any, place: str) -> None:
     """A39, A104, A100."""
 
-    def until_stopped(ctx: ExecutorContext) -> None:
-        assert ctx.stop.wait(10)
-        raise Aborted
-
     work, manager, other = Work(until_stopped), managers(lease_seconds=0.6), managers()
     job_id = manager.start_job(KIND, work)
     work.go.set()
@@ -339,12 +335,13 @@ def test_a_cancel_by_somebody_else_reaches_the_executor(managers: Any, place: st
     assert (job.status, job.diagnostic) == ("cancelled", None) and job.cancel_requested_at is not None
 
 
+def until_stopped(ctx: ExecutorContext) -> None:
+    assert ctx.stop.wait(20)
+    raise Aborted
+
+
 def test_a_lost_lease_stops_the_executor_and_is_told(managers: Any) -> None:
     """A100, A103: nothing of its outcome is recorded; the row stays for recovery."""
-
-    def until_stopped(ctx: ExecutorContext) -> None:
-        assert ctx.stop.wait(10)
-        raise Aborted
 
     work, manager = Work(until_stopped), managers(lease_seconds=0.6)
     job_id = manager.start_job(KIND, work)
@@ -365,10 +362,6 @@ def test_a_lost_lease_stops_the_executor_and_is_told(managers: Any) -> None:
 
 def test_an_end_by_somebody_else_under_the_same_lease_stops_the_executor(managers: Any) -> None:
     """Nothing was lost, so nothing is told; but going on is pointless."""
-
-    def until_stopped(ctx: ExecutorContext) -> None:
-        assert ctx.stop.wait(20)
-        raise Aborted
 
     work, manager = Work(until_stopped), managers(lease_seconds=60.0)
     job_id = manager.start_job(KIND, work)
@@ -410,10 +403,6 @@ def test_an_error_of_a_beat_stops_the_executor(managers: Any, monkeypatch: pytes
 
     def failing(lease: Any) -> None:
         raise RuntimeError("no beat today")
-
-    def until_stopped(ctx: ExecutorContext) -> None:
-        assert ctx.stop.wait(10)
-        raise Aborted
 
     monkeypatch.setattr(store, "renew", failing)
     work, manager = Work(until_stopped), managers(lease_seconds=1.0)
@@ -681,10 +670,6 @@ def test_evidence_is_kept(managers: Any) -> None:
 
 def test_a_destroyed_manager_touches_only_its_own(managers: Any) -> None:
     """A108."""
-
-    def until_stopped(ctx: ExecutorContext) -> None:
-        assert ctx.stop.wait(10)
-        raise Aborted
 
     mine, theirs = Work(until_stopped), Work()
     one, other = managers(), managers()

@@ -21,7 +21,20 @@ STATEMENTS = (
 
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_where_the_statistics_know_of_no_running_job_none_of_them_is_walked(name: str) -> None:
-    """As prepared in a quiet hour: many that have ended, none that runs."""
+    plan = plan_of_a_quiet_hour(name)
+    assert "durable_jobs_job_pkey" in plan
+    assert "durable_jobs_running" not in plan, plan
+
+
+def test_the_leases_that_a_beat_renewed_are_not_searched_for_each_lease() -> None:
+    """A thousand leases would be a million comparisons: the planner knows of neither list how long it is."""
+    plan = plan_of_a_quiet_hour("_BEAT_MANY")
+    assert "hashed SubPlan" in plan, plan
+    assert plan.count("CTE Scan on renewed") == 2, plan
+
+
+def plan_of_a_quiet_hour(name: str) -> str:
+    """As prepared when many have ended and none runs."""
     now = "clock_timestamp()"
     with connection.cursor() as cursor:
         cursor.execute(
@@ -30,9 +43,7 @@ def test_where_the_statistics_know_of_no_running_job_none_of_them_is_walked(name
             FROM generate_series(1, 2000)"""
         )
         cursor.execute("ANALYZE durable_jobs_job")
-        plan = generic_plan(cursor, getattr(store, name))
-    assert "durable_jobs_job_pkey" in plan
-    assert "durable_jobs_running" not in plan, plan
+        return generic_plan(cursor, getattr(store, name))
 
 
 def generic_plan(cursor: Any, statement: database.Statement) -> str:
