@@ -225,14 +225,16 @@ def _unpacked(cursor: Any) -> Any:
     return keyset.decode(cursor) if isinstance(cursor, list) else cursor
 
 
-class _Entry(NamedTuple):
-    key: Any
-    """The row's key, or the item's position."""
-    item: Any
+class _Window(NamedTuple):
+    """Items, and beside each its key (of a row) or its position."""
+
+    items: list[Any]
+    keys: Sequence[Any]
 
 
 class _Batch(NamedTuple):
-    entries: list[_Entry]
+    items: list[Any]
+    keys: Sequence[Any]
     cursor: Any
     """Where the next batch begins."""
     seen: int
@@ -300,10 +302,10 @@ class _Slice:
         window = None
         if source.reads_ahead or self.prepares:
             window = source.ahead(self.position, self.kind.batch_size)
-            outcome = self._prepare(window) if self.prepares and window else None
+            outcome = self._prepare(window) if self.prepares and window.items else None
             if outcome is not None:
                 return outcome
-            if not window:
+            if not window.items:
                 source.finish()
                 return None
         with self.ctx.fenced():
@@ -320,34 +322,34 @@ class _Slice:
         """In a later pass what was skipped before comes again, and not much else."""
         return self.asks and self.position.before is not None and bool(self.position.before["skipped"])
 
-    def _prepare(self, window: list[_Entry]) -> Outcome | None:
+    def _prepare(self, window: _Window) -> Outcome | None:
         """Call `before_batch`; an outcome that it gives ends the slice."""
         self.prepared, self.failed = {}, {}
         if not self.one_by_one:
-            self.ctx.prepared = value = self.kind.before_batch(self.ctx, [entry.item for entry in window])
+            self.ctx.prepared = value = self.kind.before_batch(self.ctx, list(window.items))
             return _outcome(value)
-        for entry in window:
+        for item, key in zip(*window, strict=True):
             try:
-                value = self.kind.before_batch(self.ctx, [entry.item])
+                value = self.kind.before_batch(self.ctx, [item])
             except Exception as error:
                 if not _is_the_items(error):
                     raise
-                self.failed[_hashed(entry.key)] = error
+                self.failed[_hashed(key)] = error
                 continue
             outcome = _outcome(value)
             if outcome is not None:
                 return outcome
-            self.prepared[_hashed(entry.key)] = value
+            self.prepared[_hashed(key)] = value
         return None
 
     def _commit(self, batch: _Batch) -> _Position:
         """Process a batch and write its cursor, inside the fence."""
         skipped = 0
         if self.one_by_one:
-            for entry in batch.entries:
-                skipped += self._skips(entry, self.position.skipped + skipped)
-        elif batch.entries:
-            self._process([entry.item for entry in batch.entries])
+            for item, key in zip(batch.items, batch.keys, strict=True):
+                skipped += self._skips(item, key, self.position.skipped + skipped)
+        elif batch.items:
+            self._process(list(batch.items))
         position = replace(
             self.position,
             cursor=batch.cursor,
@@ -355,22 +357,22 @@ class _Slice:
             skipped=self.position.skipped + skipped,
         )
         self.ctx.save_checkpoint(
-            position.as_checkpoint(self.kind.cursor_version), advance=len(batch.entries), total=self.total
+            position.as_checkpoint(self.kind.cursor_version), advance=len(batch.items), total=self.total
         )
         return position
 
-    def _skips(self, entry: _Entry, skipped: int) -> bool:
+    def _skips(self, item: Any, key: Any, skipped: int) -> bool:
         """Process one item; True when it failed and the kind skips it."""
         try:
-            failed = self.failed.get(_hashed(entry.key))
+            failed = self.failed.get(_hashed(key))
             if failed is not None:
                 raise failed
-            self.ctx.prepared = self.prepared.get(_hashed(entry.key))
+            self.ctx.prepared = self.prepared.get(_hashed(key))
             with transaction.atomic(using=self.ctx.alias):
-                self._process([entry.item])
+                self._process([item])
             return False
         except Exception as error:
-            if not _is_the_items(error) or not self.kind.on_item_error(self.ctx, entry.item, error):
+            if not _is_the_items(error) or not self.kind.on_item_error(self.ctx, item, error):
                 raise
             facts = exceptions.describe(error)
         what = f"{facts.type}: {exceptions.cut(facts.message, 1000)}"
@@ -378,13 +380,13 @@ class _Slice:
             raise Park(
                 "too_many_skipped",
                 f"More than max_skipped = {self.kind.max_skipped} items of this pass failed. The last one: "
-                f"{shown(entry.item)} failed with {what}",
+                f"{shown(item)} failed with {what}",
             )
         self.ctx.record(
             "item_skipped",
             code=facts.code or "",
             message=exceptions.cut(facts.message, 1000),
-            data={"cursor": _packed(entry.key), "item": shown(entry.item), "error": what},
+            data={"cursor": _packed(key), "item": shown(item), "error": what},
         )
         return True
 
@@ -490,8 +492,8 @@ class _Source(Protocol):
     def count(self, limit: int) -> int | None: ...
     def is_over(self, position: _Position) -> bool: ...
     def finish(self) -> None: ...
-    def ahead(self, position: _Position, size: int) -> list[_Entry]: ...
-    def inside(self, position: _Position, size: int, window: list[_Entry] | None) -> _Batch: ...
+    def ahead(self, position: _Position, size: int) -> _Window: ...
+    def inside(self, position: _Position, size: int, window: _Window | None) -> _Batch: ...
     def close(self) -> None: ...
 
 
@@ -531,6 +533,9 @@ class _Rows:
         except keyset.Unordered as error:
             raise _refused(f"The collection cannot be read by its order: {error}.") from error
         self._locks = kind.lock_rows and connection.features.has_select_for_update
+        # A join over many gives a row more than once. (Joins of select_related, which come later, do not.)
+        self._repeats = len(self._rows.query.alias_map) > 1 or bool(self._rows.query.extra_tables)
+        self._of_the_pass: models.QuerySet[Any] | None = None
         self._finished = False
         self.names: list[str] | None = self._order.names
         if self._locks and self._rows.query.group_by is not None:
@@ -568,47 +573,52 @@ class _Rows:
     def finish(self) -> None:
         self._finished = True
 
-    def ahead(self, position: _Position, size: int) -> list[_Entry]:
-        return self._read(self._rows, position.cursor, position.end, size)
+    def ahead(self, position: _Position, size: int) -> _Window:
+        return self._read(self._up_to_the_end(position), position.cursor, size)
 
-    def inside(self, position: _Position, size: int, window: list[_Entry] | None) -> _Batch:
-        rows = self._rows.select_for_update(no_key=True, of=("self",)) if self._locks else self._rows
+    def inside(self, position: _Position, size: int, window: _Window | None) -> _Batch:
         if window is None and self._locks and not self._order.is_primary_key:
             # A row that changes while its lock is waited for comes back with its new key, perhaps far ahead:
             # what a batch is must be known before.
             window = self.ahead(position, size)
         if window is None:
-            entries = self._read(rows, position.cursor, position.end, size)
-            return _Batch(entries, entries[-1].key if entries else None, len(entries))
-        if not window:
-            return _Batch([], None, 0)
-        wanted = {_hashed(entry.key) for entry in window}
-        entries = self._read(rows, position.cursor, window[-1].key, None)
+            items, keys = self._read(self._locked(self._up_to_the_end(position)), position.cursor, size)
+            return _Batch(items, keys, keys[-1] if keys else None, len(keys))
+        if not window.keys:
+            return _Batch([], [], None, 0)
+        wanted = set(map(_hashed, window.keys))
+        until = window.keys[-1]
+        rows = self._order.sort(self._rows).filter(self._order.until(until))
+        items, keys = self._read(self._locked(rows), position.cursor, None)
         # A row that came between was not prepared; like every row behind the cursor it is for another pass.
-        entries = [entry for entry in entries if _hashed(entry.key) in wanted]
-        return _Batch(entries, window[-1].key, len(window))
+        kept = [(item, key) for item, key in zip(items, keys, strict=True) if _hashed(key) in wanted]
+        return _Batch([item for item, _ in kept], [key for _, key in kept], until, len(window.keys))
 
     def close(self) -> None:
         """Nothing stays open."""
 
-    def _read(self, rows: models.QuerySet[Any], after: Any, until: Any, size: int | None) -> list[_Entry]:
-        rows = self._order.sort(rows).filter(self._order.until(until))
-        if after is not None:
-            rows = rows.filter(self._order.after(after))
-        entries: list[_Entry] = []
-        key_of, last = self._order.key, None
-        for row in rows if size is None else rows[:size]:
-            key = key_of(row)
-            # A join over many gives a row more than once.
-            if key != last:
-                entries.append(_Entry(key, row))
-                last = key
-        if entries and entries[0].key == after:
+    def _up_to_the_end(self, position: _Position) -> models.QuerySet[Any]:
+        if self._of_the_pass is None:
+            self._of_the_pass = self._order.sort(self._rows).filter(self._order.until(position.end))
+        return self._of_the_pass
+
+    def _locked(self, rows: models.QuerySet[Any]) -> models.QuerySet[Any]:
+        return rows.select_for_update(no_key=True, of=("self",)) if self._locks else rows
+
+    def _read(self, rows: models.QuerySet[Any], after: Any, size: int | None) -> _Window:
+        """Those of these rows, in order, that come after a key: `size` of them, or all."""
+        rows = rows.all() if after is None else rows.filter(self._order.after(after))
+        items = list(rows if size is None else rows[:size])
+        keys = self._order.keys(items)
+        if self._repeats:
+            first = [index for index, key in enumerate(keys) if not index or key != keys[index - 1]]
+            items, keys = [items[index] for index in first], [keys[index] for index in first]
+        if keys and keys[0] == after:
             raise _refused(
                 f"The database gives {shown(after)} again as coming after itself, so its values do not come "
                 f"back exactly. Order {self._rows.model._meta.label} by other columns than {self.names}."
             )
-        return entries
+        return _Window(items, keys)
 
 
 def _readable(rows: Any) -> models.QuerySet[Any]:
@@ -685,19 +695,18 @@ class _Items:
     def finish(self) -> None:
         self._finished = True
 
-    def ahead(self, position: _Position, size: int) -> list[_Entry]:
+    def ahead(self, position: _Position, size: int) -> _Window:
         done = position.cursor or 0
         if isinstance(self._collection, Sequence):
-            items: Iterable[Any] = self._collection[done : done + size]
+            items = list(self._collection[done : done + size])
         else:
-            items = itertools.islice(self._iterator or (), size)
-        entries = [_Entry(number, item) for number, item in enumerate(items, done)]
-        self._finished = len(entries) < size
-        return entries
+            items = list(itertools.islice(self._iterator or (), size))
+        self._finished = len(items) < size
+        return _Window(items, range(done, done + len(items)))
 
-    def inside(self, position: _Position, size: int, window: list[_Entry] | None) -> _Batch:
-        entries = window or []
-        return _Batch(entries, (position.cursor or 0) + len(entries), len(entries))
+    def inside(self, position: _Position, size: int, window: _Window | None) -> _Batch:
+        items, keys = window or ([], [])
+        return _Batch(items, keys, (position.cursor or 0) + len(items), len(items))
 
     def close(self) -> None:
         """Close what can be closed. The work is committed by then: an error here is only logged."""

@@ -14,7 +14,7 @@ import decimal
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from operator import attrgetter
 from typing import Any, Final
 
 from django.core.exceptions import FieldDoesNotExist
@@ -130,17 +130,19 @@ class Order:
 
     def key(self, row: models.Model) -> Key:
         """The key of a row that `sort` has read; called once, because it takes away what was read beside."""
-        held = row.__dict__
-        return [
-            _plain(getattr(row, path) if beside is None else held.pop(beside))
-            for path, beside in self._read_as
-        ]
+        return self.keys([row])[0]
 
-    @cached_property
-    def _read_as(self) -> tuple[tuple[str, str | None], ...]:
-        """Each column's path, and the name under which its value is read beside the row, if it is."""
-        beside = {index: f"{BESIDE}{index}" for index, _ in self._beside()}
-        return tuple((column.path, beside.get(index)) for index, column in enumerate(self.columns))
+    def keys(self, rows: Sequence[models.Model]) -> list[Key]:
+        """The keys of rows that `sort` has read; called once, as `key`."""
+        beside = {index for index, _ in self._beside()}
+        columns = (
+            [row.__dict__.pop(f"{BESIDE}{index}") for row in rows]
+            if index in beside
+            else map(attrgetter(column.path), rows)
+            for index, column in enumerate(self.columns)
+        )
+        plain = ([v if type(v) in _PLAIN else _plain(v) for v in values] for values in columns)
+        return list(map(list, zip(*plain, strict=True)))
 
     def after(self, key: Key) -> Q | RowComparison:
         """The rows beyond a key."""
@@ -222,6 +224,10 @@ def _all_equal(columns: Sequence[Column], key: Key) -> Q:
 
 
 def _beyond(columns: Sequence[Column], key: Key, *, inclusive: bool = False) -> Q:
+    if len(columns) == 1 and not columns[0].nullable:
+        only = columns[0].at_or_beyond(key[0]) if inclusive else columns[0].beyond(key[0])
+        if only is not None:
+            return only
     beyond = _all_equal(columns, key) if inclusive else Q(pk__in=[])
     for index, column in enumerate(columns):
         after = column.beyond(key[index])
@@ -233,12 +239,11 @@ def _beyond(columns: Sequence[Column], key: Key, *, inclusive: bool = False) -> 
 
 
 _PLAIN: Final = frozenset((int, str, uuid.UUID))
+"""Types of values that nothing is wrapped around."""
 
 
 def _plain(value: Any) -> Any:
     """A value without what a driver or a field has wrapped it in: buffers, members of enumerations."""
-    if type(value) in _PLAIN:
-        return value
     if isinstance(value, memoryview):
         return bytes(value)
     if isinstance(value, str):
@@ -246,8 +251,11 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+_ANY: Final[models.Field[Any, Any]] = models.Field()
+
+
 def _given(value: Any) -> Value:
-    return Value(value, output_field=models.Field())
+    return Value(value, output_field=_ANY)
 
 
 # From a QuerySet to its order.
