@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import json
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -145,6 +145,7 @@ class Beat(NamedTuple):
     paused: bool
 
 
+_RENEWED: Final = Beat(renewed=True, mine=True, cancel=False, paused=False)
 _LOST: Final = Beat(renewed=False, mine=False, cancel=False, paused=False)
 
 
@@ -244,6 +245,7 @@ def _snippets(vendor: str) -> Mapping[str, str]:
             total_count = CASE WHEN :keep_total THEN total_count ELSE :total END,
             progress_message = coalesce(:message, progress_message)""",
         "any_mail": "EXISTS (SELECT 1 FROM durable_jobs_cancelrequest)",
+        "any_pause": "EXISTS (SELECT 1 FROM durable_jobs_pause)",
         "unpaused": """(NOT EXISTS (SELECT 1 FROM durable_jobs_pause) OR NOT EXISTS (
             SELECT 1 FROM durable_jobs_pause p WHERE (p.queue_name = '' OR p.queue_name = c.queue_name)
               AND (p.kind = '' OR p.kind = c.kind) AND (p.tenant_id = '' OR p.tenant_id = c.tenant_id)))""",
@@ -539,6 +541,7 @@ _ROUTES = _statement(
     FROM g CROSS JOIN {job} a ON a.id = g.id""",
 )
 
+# What was renewed and has nothing to be told is left out of PostgreSQL's answer: most of the time that is all.
 _BEAT_MANY = _statement(
     """
     WITH mine AS MATERIALIZED (
@@ -550,19 +553,32 @@ _BEAT_MANY = _statement(
     renewed AS (
         UPDATE {job} SET lease_expires_at = {after locked.ttl}, heartbeat_at = {now}
         FROM locked WHERE {job}.id = locked.locked_id
-        RETURNING {job}.id, {job}.cancel_requested_at IS NOT NULL OR {mailbox} AS cancelled, {paused} AS paused)
-    SELECT id, true, true, cancelled, paused FROM renewed
+        RETURNING {job}.id, {job}.cancel_requested_at IS NOT NULL OR ({any_mail} AND {mailbox}) AS cancelled,
+            {any_pause} AND {paused} AS paused)
+    SELECT id, true, true, cancelled, paused FROM renewed WHERE cancelled OR paused
     UNION ALL
     SELECT mine.mine_id, false,
         coalesce({job}.lease_owner = :owner AND {job}.lease_epoch = mine.mine_epoch, false),
         {job}.cancel_requested_at IS NOT NULL OR {mailbox}, {paused}
     FROM mine LEFT JOIN {job} ON {job}.id = mine.mine_id WHERE mine.mine_id NOT IN (SELECT id FROM renewed)""",
+    # The leases of one length are an object, epochs by id. The moments, in brackets, are computed once.
     """
-    UPDATE {job} SET heartbeat_at = {now}, lease_expires_at = {after mine.ttl}
-    FROM (SELECT json_extract(value, '$[0]') AS mine_id, json_extract(value, '$[1]') AS mine_epoch,
-        json_extract(value, '$[2]') AS ttl FROM json_each(:leases)) mine
+    UPDATE {job} SET heartbeat_at = (SELECT {now}), lease_expires_at = (SELECT {after :ttl})
+    FROM (SELECT key AS mine_id, value AS mine_epoch FROM json_each(:leases)) mine
     WHERE id = mine_id AND lease_epoch = mine_epoch AND +lease_owner = :owner
-    RETURNING id, 1, 1, {requested}, {paused}""",
+    RETURNING id, cancel_requested_at""",
+)
+# SQLite would ask for mail and pauses row by row: here nothing is asked where there are none.
+_MAILED_OR_PAUSED = _statement(
+    "",
+    """
+    SELECT m.job_id, 'mailed' FROM durable_jobs_cancelrequest m CROSS JOIN {job} c ON c.id = m.job_id
+    WHERE c.lease_owner = :owner
+    UNION ALL
+    SELECT c.id, 'paused' FROM durable_jobs_pause p CROSS JOIN json_each(:leases) mine
+        CROSS JOIN {job} c ON c.id = mine.key
+    WHERE (p.queue_name = '' OR p.queue_name = c.queue_name)
+        AND (p.kind = '' OR p.kind = c.kind) AND (p.tenant_id = '' OR p.tenant_id = c.tenant_id)""",
 )
 
 _STILL_MINE = _statement("SELECT 1 FROM {job} WHERE {owned}")
@@ -1406,17 +1422,44 @@ def beat_many(owner: str, leases: Sequence[Lease]) -> dict[UUID, Beat]:
     if not leases:
         return {}
     with database.statement(database.alias(), what="beat", urgent=True) as connection:
+        if connection.vendor == "sqlite":
+            return _beats_on_sqlite(connection, owner, leases)
         rows = _BEAT_MANY.run(
             connection,
             owner=owner,
-            ids=[lease.job_id for lease in leases],
-            epochs=[lease.epoch for lease in leases],
-            # A list of ints and floats has no one type on PostgreSQL.
-            ttls=[float(lease.ttl) for lease in leases],
-            leases=[[lease.job_id, lease.epoch, lease.ttl] for lease in leases],
+            ids=_array([lease.job_id.hex for lease in leases]),
+            epochs=_array([str(lease.epoch) for lease in leases]),
+            ttls=_array([str(lease.ttl) for lease in leases]),
         )
-    beats = {lease.job_id: _LOST for lease in leases}  # SQLite answers for the renewed ones only
-    return beats | {_uuid(row[0]): Beat(*(bool(value) for value in row[1:5])) for row in rows}
+    beats = dict.fromkeys([lease.job_id for lease in leases], _RENEWED)
+    beats.update((row[0], Beat(*row[1:])) for row in rows)
+    return beats
+
+
+def _beats_on_sqlite(
+    connection: BaseDatabaseWrapper, owner: str, leases: Sequence[Lease]
+) -> dict[UUID, Beat]:
+    """One statement for all leases of one length: a process has few lengths, and a row costs its time."""
+    lengths: dict[float, dict[str, int]] = {}
+    for lease in leases:
+        lengths.setdefault(lease.ttl, {})[lease.job_id.hex] = lease.epoch
+    requested: dict[str, Any] = {}
+    told: set[tuple[str, str]] = set()
+    for ttl, held in lengths.items():
+        given = {"owner": owner, "leases": json.dumps(held)}
+        requested.update(_BEAT_MANY.run(connection, **given, ttl=ttl))
+        told.update(_MAILED_OR_PAUSED.run(connection, **given))
+    if not told and not any(requested.values()):
+        return {lease.job_id: _RENEWED if lease.job_id.hex in requested else _LOST for lease in leases}
+    return {
+        lease.job_id: _LOST if lease.job_id.hex not in requested else Beat(
+            renewed=True,
+            mine=True,
+            cancel=requested[lease.job_id.hex] is not None or (lease.job_id.hex, "mailed") in told,
+            paused=(lease.job_id.hex, "paused") in told,
+        )
+        for lease in leases
+    }  # fmt: skip
 
 
 def strangers(owner: str, known: Collection[UUID]) -> list[tuple[UUID, int]]:
@@ -2246,6 +2289,11 @@ def _error(facts: ErrorFacts | None) -> dict[str, Any]:
         "error_type": facts.type,
         "error_message": facts.message,
     }
+
+
+def _array(values: Iterable[str]) -> str:
+    """Numbers or hexadecimal ids as PostgreSQL writes an array: of a list psycopg would look at each value."""
+    return "{" + ",".join(values) + "}"
 
 
 def _in(scope: Scope | None) -> dict[str, Any]:

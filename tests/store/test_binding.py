@@ -136,7 +136,7 @@ def test_every_statement_runs_and_does_the_same(ran: set[int]) -> None:
     missing = [
         name
         for name, one in vars(store).items()
-        if isinstance(one, database.Statement) and id(one) not in ran
+        if isinstance(one, database.Statement) and one.sql("postgresql") and id(one) not in ran
     ]
     assert not missing
     with connection.cursor() as cursor:

@@ -134,10 +134,11 @@ def test_a_pause_stops_claims_and_nothing_else(field: str) -> None:
 
 
 def test_a_pause_of_something_else_changes_nothing() -> None:
-    job = due()
+    job, running = due(), make("running", queue_name="q", kind="k")
     pause(queue_name="q", kind="other")
     pause(queue_name="other", kind="k")
     pause(queue_name="q", kind="k", tenant_id="other")
+    assert store.beat_many("worker-me", [lease_on(running)])[running] == (True, True, False, False)
     assert claim_next(1, probe()) == [job]
 
 
