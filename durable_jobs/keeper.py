@@ -62,6 +62,7 @@ class Hold:
         self.in_fence = False
         self.begun = self.last_commit = time.monotonic()
         self.key = (lease.job_id, lease.epoch)
+        self._interval = min(lease.ttl * BEAT_SHARE, LONGEST_INTERVAL)
         self._renewed = self.begun
         self._retry_at = math.inf
 
@@ -105,10 +106,6 @@ class Hold:
             self.ask_to_stop()
 
     @property
-    def _interval(self) -> float:
-        return min(self.lease.ttl * BEAT_SHARE, LONGEST_INTERVAL)
-
-    @property
     def _due_at(self) -> float:
         return self._retry_at if self._retry_at < math.inf else self._renewed + self._interval
 
@@ -118,7 +115,11 @@ class Hold:
 
     @property
     def _next_at(self) -> float:
-        return self._overdue_at if self.lost else min(self._due_at, self._overdue_at)
+        overdue_at = self.last_commit + self.max_slice_seconds
+        if self.lost:
+            return overdue_at
+        due_at = self._retry_at if self._retry_at < math.inf else self._renewed + self._interval
+        return due_at if due_at < overdue_at else overdue_at
 
     def _skipped(self, now: float) -> None:
         """Its row is locked: by our own fence, whose end renews it, or by somebody else."""

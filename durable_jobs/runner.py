@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import Context
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
@@ -515,22 +515,20 @@ class Finished:
         try:
             lifecycle.tell_completed(self.ending)
         finally:
-            self._tell_watchers(SliceResult(Outcome.COMPLETED, self.ending.row))
+            if self._watched is not None:
+                self._watched(SliceResult(Outcome.COMPLETED, self.ending.row))
 
     def complete(self) -> SliceResult:
         """Complete it alone, as `run_slice` does: wait for its row, or find out whose it is."""
         self.is_over = True
         result = self._slice.finish(self.ending.result)
-        self._tell_watchers(result)
+        if self._watched is not None:
+            self._watched(result)
         return result
 
     def watch(self, tell: Callable[[SliceResult], None]) -> None:
         """Call this with its result, in the context of its step."""
         self._watched = tell
-
-    def _tell_watchers(self, result: SliceResult) -> None:
-        if self._watched is not None:
-            self._watched(result)
 
 
 def _tell_all(told: Sequence[Callable[[SliceResult], None]], entered: ExitStack, result: SliceResult) -> None:
@@ -658,7 +656,7 @@ class _Slice:
 
     def _call_step(self) -> object:
         step = self.kind.step
-        return async_to_sync(step)(self.ctx) if inspect.iscoroutinefunction(step) else step(self.ctx)
+        return async_to_sync(step)(self.ctx) if _is_async(getattr(step, "__func__", step)) else step(self.ctx)
 
     def _clear(self) -> Leftover:
         """What a step left on the connection must not carry the outcome."""
@@ -1017,6 +1015,11 @@ def _count(field: str, value: object, *, negative: bool = False) -> int:
     ):
         raise InvalidInput(field, value, "is not a count", "Give a whole number.")
     return value
+
+
+@lru_cache(maxsize=1000)
+def _is_async(step: Any) -> bool:
+    return inspect.iscoroutinefunction(step)
 
 
 def _in_event_loop() -> bool:

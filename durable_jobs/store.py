@@ -1364,7 +1364,8 @@ def claim_next(
         )
         jobs = _jobs(connection, rows)
     claimed = [Claimed(job, row[-1]) for job, row in zip(jobs, rows, strict=True)]
-    return sorted(claimed, key=lambda one: (-one.job.priority, one.job.id))
+    # By the number: two ids are compared in Python.
+    return sorted(claimed, key=lambda one: (-one.job.priority, one.job.id.int))
 
 
 def announce(

@@ -298,7 +298,9 @@ class Claimer:
 
     def wake(self) -> None:
         """End `wait` now."""
-        self._woken.set()
+        # Who finds it set comes before the end of a wait, and so before the look that follows it.
+        if not self._woken.is_set():
+            self._woken.set()
 
     def heard(self, pair: Pair | None) -> None:
         """A hint that a job of this pair is due; None: of any."""
