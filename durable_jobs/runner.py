@@ -24,6 +24,7 @@ from uuid import UUID
 from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DatabaseError, InterfaceError, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from durable_jobs import database, jsontext, kinds, lifecycle, signals, store
 from durable_jobs.conf import config
@@ -463,13 +464,25 @@ def begin_slice(
     *,
     grouped: bool,
     context: Context | None = None,
+    connection: BaseDatabaseWrapper | None = None,
 ) -> SliceResult | Finished:
     """As `run_slice`, under a lease that is held already; with `grouped`, of a kind that allows it, all but its end.
 
     What it then answers is still held, and waits to be completed, together with others or alone. `context` is the
-    one that this call runs in: what follows runs there, too.
+    one that this call runs in: what follows runs there, too. `connection` is this thread's to the jobs' database,
+    where the caller has it in hand.
     """
-    slice = _Slice(_kind_of(job), job, hold, keeper, draining, None, grouped=grouped, context=context)
+    slice = _Slice(
+        _kind_of(job),
+        job,
+        hold,
+        keeper,
+        draining,
+        None,
+        grouped=grouped,
+        context=context,
+        connection=connection,
+    )
     result = slice.run_whole()
     return result if slice.finished is None else slice.finished
 
@@ -551,6 +564,7 @@ class _Slice:
         *,
         grouped: bool = False,
         context: Context | None = None,
+        connection: BaseDatabaseWrapper | None = None,
     ) -> None:
         self.kind, self.job, self.hold, self.lease = kind, job, hold, hold.lease
         self.keeper = keeper
@@ -563,7 +577,7 @@ class _Slice:
         """Whether the row has no owner any more, though the slice still decides about it."""
         self.retried = False
         self.ctx = SliceContext(kind, job, hold, draining, on_commit)
-        self.wrapper = connections[self.ctx.alias]
+        self.wrapper = connections[self.ctx.alias] if connection is None else connection
 
     def run_whole(self) -> SliceResult:
         """With the lease kept meanwhile, and let go at the end unless that is still to come."""

@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any, Final, NoReturn
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error as DatabaseError
 
 from durable_jobs import connection as own_connection
@@ -70,6 +71,10 @@ MOST_TOGETHER: Final = 128
 """Jobs completed in one transaction."""
 PACE_WEIGHT: Final = 0.1
 GATHER_SECONDS: Final = 0.005
+LONGEST_ENDED: Final = 0.02
+"""Seconds that an end waits for others, while slice threads are at it, until the claiming thread completes it."""
+MOST_ENDED: Final = 4 * MOST_TOGETHER
+"""With so many that have ended and are not completed, no others are begun."""
 
 
 def new_owner() -> str:
@@ -88,6 +93,7 @@ class Task:
     thread: str = ""
     begun: bool = False
     finished: Finished | None = None
+    ended_at: float = 0.0
     since: float = field(default_factory=time.monotonic)
     context: contextvars.Context = field(default_factory=contextvars.Context)
     """Of its own: what a step sets (language, time zone, variables) ends with it."""
@@ -294,10 +300,10 @@ class Worker:
         """Complete what has ended and claim what can begin, together where that is possible; whether any began."""
         self._look_around()
         self._let_ends_gather()
-        ended = self._take_ended()
+        ended = [] if self._are_led() else self._take_ended()
         free = self.concurrency - len(self._running()) - bool(self._led)
         ahead, quick = self._room_ahead(free)
-        if len(self._ended) >= MOST_TOGETHER:
+        if len(self._ended) >= (MOST_ENDED if self._leads else MOST_TOGETHER):
             # Far more ends wait than one transaction takes: no others are begun before they are through.
             free, ahead = min(free, 0), 0
         if free + ahead < 1:
@@ -366,8 +372,23 @@ class Worker:
 
     # --- ends
 
+    @property
+    def _leads(self) -> bool:
+        """Whether one thread completes while another claims: a server does both at a time, SQLite does not."""
+        return database.connection().vendor == "postgresql"
+
+    def _are_led(self) -> bool:
+        """Whether slice threads complete what has ended, or soon will, so that the claiming thread need not."""
+        with self._guard:
+            if not self._ended or not self._leads or time.monotonic() < self._unled_until:
+                return False
+            at_it = bool(self._led) or self._inbox.qsize() > 0
+            return at_it and time.monotonic() - self._ended[0].ended_at < LONGEST_ENDED
+
     def _let_ends_gather(self) -> None:
         """While the threads have enough before them, wait a little for more to share the transaction."""
+        if self._leads:
+            return
         until = time.monotonic() + GATHER_SECONDS
         while (
             self._inbox.qsize() > self._low
@@ -498,6 +519,8 @@ class Worker:
     def _wait(self) -> None:
         timeout = IDLE_LOOK_SECONDS if self.until_idle else config.POLL
         if self._ended:
+            if self._are_led():
+                self.claimer.rest(LONGEST_ENDED)
             return
         if len(self._running()) >= self.concurrency:
             self.claimer.rest(LOOK_SECONDS)
@@ -539,7 +562,8 @@ class Worker:
                     self._run_task(task)
                 finally:
                     together = self._note_end(task)
-                    self.claimer.wake()
+                    if self._inbox.qsize() <= self._low:
+                        self.claimer.wake()
                 if together:
                     self._lead(together)
         finally:
@@ -555,23 +579,22 @@ class Worker:
             self._tasks.pop(task, None)
             if task.finished is None or task.finished.is_over:
                 return []
+            task.ended_at = time.monotonic()
             self._ended.append(task)
-            if self._may_lead():
-                self._led = self._take_ended()
-                return self._led
-            return []
+            return self._take_led() if not self._led else []
 
-    def _may_lead(self) -> bool:
-        return (
-            len(self._ended) >= MOST_TOGETHER
-            and not self._led
-            and time.monotonic() >= self._unled_until
-            and database.connection().vendor == "postgresql"
-        )
+    def _take_led(self) -> list[Task]:
+        """What this thread is to complete now, if that is worth it; under the guard."""
+        enough = len(self._ended) >= MOST_TOGETHER and self._leads and time.monotonic() >= self._unled_until
+        self._led = self._take_ended() if enough else []
+        return self._led
 
     def _lead(self, together: list[Task]) -> None:
         try:
-            self._complete(together)
+            while together:
+                self._complete(together)
+                with self._guard:
+                    together = self._take_led()
         except BaseException as error:
             # What has not gone through waits again: the claiming thread meets the same, and tells it.
             self._unled_until = time.monotonic() + LONGEST_UNBEGUN
@@ -588,7 +611,7 @@ class Worker:
             if task.finished is None and (self._draining.is_set() or task.hold.paused):
                 self._give_back(task, "given_back")
                 return
-            result = task.context.run(self._run_slice, task)
+            result = task.context.run(self._run_slice, task, connection)
             if result is not None and result.job is not None:
                 self.claimer.expect(result.job)
         except BaseException as error:
@@ -605,7 +628,7 @@ class Worker:
                 with suppress(Exception):
                     own_connection.clean()
 
-    def _run_slice(self, task: Task) -> SliceResult | None:
+    def _run_slice(self, task: Task, connection: BaseDatabaseWrapper) -> SliceResult | None:
         """Its result, or None when the job is still to be completed."""
         if task.finished is not None:
             if not task.finished.is_committed:
@@ -620,6 +643,7 @@ class Worker:
             self._draining,
             grouped=config.GROUP_COMMIT,
             context=task.context,
+            connection=connection,
         )
         took = time.monotonic() - began
         name = task.job.kind

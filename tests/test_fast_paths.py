@@ -372,6 +372,20 @@ def leading(monkeypatch: pytest.MonkeyPatch, most: int = 4) -> list[str]:
     return by
 
 
+def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The first completion by a slice's thread waits for GATE; set once it does."""
+    complete_many, begun = lifecycle.complete_many, threading.Event()
+
+    def slow(owner: str, endings: Any) -> None:
+        if threading.current_thread().name.startswith("durable-jobs-slice") and not begun.is_set():
+            begun.set()
+            GATE.wait(20)
+        complete_many(owner, endings)
+
+    monkeypatch.setattr(lifecycle, "complete_many", slow)
+    return begun
+
+
 @pytest.mark.parametrize("kind", [Fast, Told, Mirrored])
 def test_where_two_can_write_one_thread_completes_while_another_claims(
     kind: type[Kind], monkeypatch: pytest.MonkeyPatch
@@ -410,15 +424,7 @@ def test_what_a_slice_s_thread_could_not_complete_is_completed_all_the_same(
 def test_a_worker_waits_for_what_a_slice_s_thread_completes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither does it pass for idle meanwhile, nor does a drain go without it."""
     leading(monkeypatch)
-    complete_many, begun = lifecycle.complete_many, threading.Event()
-
-    def slow(owner: str, endings: Any) -> None:
-        if threading.current_thread().name.startswith("durable-jobs-slice") and not begun.is_set():
-            begun.set()
-            GATE.wait(20)
-        complete_many(owner, endings)
-
-    monkeypatch.setattr(lifecycle, "complete_many", slow)
+    begun = held_up(monkeypatch)
     jobs = [start() for _ in range(30)]
     here = RunningHere(queues=["fast"], concurrency=2)
     with here as worker:
@@ -433,6 +439,44 @@ def test_a_worker_waits_for_what_a_slice_s_thread_completes(monkeypatch: pytest.
     assert here.code == 0
     assert {now(task.job).status for task in held} == {"completed"}
     assert {now(job).status for job in jobs} <= {"completed", "pending"}
+
+
+@pytest.mark.postgres_only
+def test_a_completion_that_hangs_in_a_slice_s_thread_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leading(monkeypatch)
+    begun = held_up(monkeypatch)
+    jobs = [start() for _ in range(40)]
+    with RunningHere(queues=["fast"], concurrency=2) as worker:
+        assert begun.wait(20)
+        held = {task.job.id for task in worker._led}
+        others = [job for job in jobs if job.id not in held]
+        wait_until(lambda: all(now(job).status == "completed" for job in others), 20, "they wait for it")
+        assert held and {now(job).status for job in jobs if job.id in held} == {"running"}
+        GATE.set()
+        wait_until(lambda: all(now(job).status == "completed" for job in jobs), 20, "it never came back")
+
+
+@pytest.mark.postgres_only
+def test_the_thread_that_completes_goes_on_with_what_has_ended_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, settings: Any
+) -> None:
+    settings.DURABLE_JOBS = {**settings.DURABLE_JOBS, "PREFETCH": 4}
+    by = leading(monkeypatch)
+    monkeypatch.setattr("durable_jobs.worker.LONGEST_ENDED", 60.0)
+    monkeypatch.setattr("durable_jobs.worker.MOST_ENDED", 12)
+    begun = held_up(monkeypatch)
+    jobs = [start() for _ in range(60)]
+    with RunningHere(queues=["fast"], concurrency=2) as worker:
+        assert begun.wait(20)
+        wait_until(lambda: len(worker._ended) >= 12, 20, "nothing ends meanwhile")
+        time.sleep(0.5)
+        assert sum(now(job).status == "pending" for job in jobs) > 20, "it claims without an end"
+        before = len(by)
+        GATE.set()
+        wait_until(lambda: all(now(job).status == "completed" for job in jobs), 20, "not completed")
+    assert by[before] == by[before - 1], "another one had to come for it"
 
 
 def test_a_drain_counts_what_a_slice_s_thread_has_just_put_back() -> None:

@@ -202,6 +202,9 @@ def test_threads_and_connections_are_as_many_after_a_thousand_jobs_as_after_ten(
         return not Job.objects.exclude(status="completed").exists()
 
     with RunningHere(concurrency=3):
+        # As many as there are threads, at a time: each has opened what it needs.
+        for _ in range(3):
+            job("nap", 0.5)
         for _ in range(10):
             job("quick")
         wait_until(done, 20, "not done")
