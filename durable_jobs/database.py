@@ -822,13 +822,13 @@ class Loader:
         self._names = [field.attname for field in fields]
         self.columns = [field.column for field in fields]
         self._converters = []
-        for index, field in enumerate(fields):
+        for field in fields:
             column = field.get_col(model._meta.db_table)
             converters = connection.ops.get_db_converters(column) + column.get_db_converters(connection)
             if connection.vendor == "sqlite" and field.get_internal_type() == "DateTimeField":
                 converters = [_moment]
             if converters:
-                self._converters.append((index, converters, column))
+                self._converters.append((field.attname, converters, column))
         # The key's default is another at every time.
         self._defaults = {
             field.attname: None if field.primary_key else field.get_default() for field in fields
@@ -837,18 +837,21 @@ class Loader:
 
     def load(self, connection: BaseDatabaseWrapper, rows: Iterable[Sequence[Any]]) -> list[Any]:
         """One instance per row; columns beyond the model's are ignored."""
-        width = len(self._names)
+        using, names, is_plain = connection.alias, self._names, self._is_plain()
         loaded = []
-        make = self._make if self._is_plain() else self._model.from_db
         for row in rows:
-            values = list(row[:width])
-            for index, converters, column in self._converters:
-                value = values[index]
+            values = dict(zip(names, row, strict=False))
+            for name, converters, column in self._converters:
+                value = values[name]
                 if value is not None:
                     for converter in converters:
                         value = converter(value, column, connection)
-                    values[index] = value
-            loaded.append(make(connection.alias, self._names, values))
+                    values[name] = value
+            # What `from_db` makes of all columns, without asking field by field.
+            made = (
+                self._of(using, values) if is_plain else self._model.from_db(using, names, [*values.values()])
+            )
+            loaded.append(made)
         return loaded
 
     def maker(self, using: str) -> Callable[[dict[str, Any]], Any]:
@@ -868,10 +871,6 @@ class Loader:
         return self._plain and not (
             pre_init.has_listeners(self._model) or post_init.has_listeners(self._model)
         )
-
-    def _make(self, using: str, names: Sequence[str], values: Sequence[Any]) -> Any:
-        """What `from_db` makes of all columns, without asking field by field."""
-        return self._of(using, dict(zip(names, values, strict=True)))
 
     def _of(self, using: str, attributes: dict[str, Any]) -> Any:
         made = self._model.__new__(self._model)
