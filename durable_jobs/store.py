@@ -1592,19 +1592,13 @@ def _together(
         leases = [[lease.job_id.hex, lease.epoch, result] for lease, result in ended]
         return {"owner": owner, "leases": json.dumps(leases, ensure_ascii=False), "mirrored": True}
     has_results = any(result is not None for _, result in ended)
-    # Written here as the server reads them: the driver looks at each element before it does so.
     return {
         "owner": owner,
-        "ids": _literal([lease.job_id.hex for lease, _ in ended]),
-        "epochs": _literal([str(lease.epoch) for lease, _ in ended]),
-        "results": [result for _, result in ended] if has_results else _literal(["NULL"] * len(ended)),
+        "ids": _array([lease.job_id.hex for lease, _ in ended]),
+        "epochs": _array([str(lease.epoch) for lease, _ in ended]),
+        "results": [result for _, result in ended] if has_results else _array(["NULL"] * len(ended)),
         "mirrored": True,
     }
-
-
-def _literal(elements: Sequence[str]) -> str:
-    """An array as PostgreSQL reads it, of what needs no quotes."""
-    return "{" + ",".join(elements) + "}"
 
 
 def fail_terminal(
