@@ -204,7 +204,7 @@ _TYPES: dict[str, str] = {
     "except_id": "uuid", "lock_name": "text", "cap": "bigint", "created": "timestamptz",
     "failed_before": "timestamptz", "ended_before": "timestamptz", "after_time": "timestamptz",
     "statuses": "text[]", "budget": "bigint", "early": "boolean", "reach": "float8", "counted": "boolean",
-    "every": "boolean", "ahead": "boolean", "orphanings": "int", "results": "text[]",
+    "every": "boolean", "ahead": "boolean", "floor": "timestamptz", "orphanings": "int", "results": "text[]",
 }  # fmt: skip
 
 
@@ -493,6 +493,19 @@ def _claim_next(size: int) -> Statement:
 
 
 _CLAIM_NEXT = {size: _claim_next(size) for size in _CLAIM_SIZES}
+# The same for one job of one place, where somebody waits for it. What takes lists is planned anew each time, because
+# their length is known only then, and planning takes as long as the claim.
+_CLAIM_ONE = _statement("""
+    WITH due AS MATERIALIZED (
+        SELECT c.id AS due_id, c.next_run_at AS due_at
+        FROM (SELECT :queue AS queue, :kind AS kind, :priority AS priority) g CROSS JOIN {job} c
+        WHERE c.queue_name = g.queue AND c.kind = g.kind AND c.priority = g.priority
+            AND c.next_run_at IS NOT NULL AND c.next_run_at <= {index_now}
+            AND c.next_run_at >= coalesce(:floor, '-infinity') AND {open} AND {fit}
+        ORDER BY c.next_run_at LIMIT 1 {skip_locked})
+    UPDATE {job} SET {take}, lease_expires_at = {after :ttl}
+    FROM due WHERE {job}.id = due.due_id
+    RETURNING {columns}, due.due_at""")
 
 _IS_DUE = _statement(
     """
@@ -1353,15 +1366,19 @@ def claim_next(
     # Chance decides among equals: SQLite takes the probes as they come, and a backlog would starve the rest.
     ordered = sorted(probes, key=lambda probe: (-probe.priority, random.random()))
     with database.statement(using, what="claim_next") as connection:
-        rows = _CLAIM_NEXT[size].run(
-            connection,
-            owner=owner,
-            floors=[probe.floor for probe in ordered],
-            ttls=[float(probe.ttl) for probe in ordered],
-            suspects=suspects,
-            ahead=ahead,
-            **_probed(ordered),
-        )
+        if size == len(probes) == 1 and not ahead and connection.vendor == "postgresql":
+            place = probes[0]._replace(ttl=float(probes[0].ttl))._asdict()
+            rows = _CLAIM_ONE.run(connection, owner=owner, suspects=suspects, **place)
+        else:
+            rows = _CLAIM_NEXT[size].run(
+                connection,
+                owner=owner,
+                floors=[probe.floor for probe in ordered],
+                ttls=[float(probe.ttl) for probe in ordered],
+                suspects=suspects,
+                ahead=ahead,
+                **_probed(ordered),
+            )
         jobs = _jobs(connection, rows)
     claimed = [Claimed(job, row[-1]) for job, row in zip(jobs, rows, strict=True)]
     # By the number: two ids are compared in Python.

@@ -103,8 +103,10 @@ def reads_and_records() -> Iterator[Callable[[], Any]]:
         ended_before=ago(1), statuses=["completed"], after=(ago(9e6), UUID(int=0)), batch=9, budget=10**6
     )
     yield lambda: store.prune_events([done, job_id], 9)
+    place = Probe("q", "x", 0, None, 9)
+    yield lambda: store.claim_next(ME, 1, [place])
     for size in store._CLAIM_SIZES:
-        yield lambda size=size: store.claim_next(ME, size, [Probe("q", "x", 0, None, 9)])
+        yield lambda size=size: store.claim_next(ME, size, [place, place._replace(kind="y")])
     yield lambda: store.beat_many(ME, [lease_on(job_id), lease_on(job_id, ttl=9)])
     by_hand = NewJob(uuid7(), "k", "running", "acme", None, "manual", "1", sha256("1"), idempotency_key="h")
     yield lambda: store.insert_running(by_hand, ME, 30)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -103,6 +103,61 @@ def test_a_floor_answers_where_the_claim_was() -> None:
         assert abs(claimed.run_at - ago(100)) < timedelta(seconds=5)
     assert claimed.job.id == first
     assert claim_next(1, probe()._replace(floor=ago(101))) == [second]
+
+
+PAUSES: list[dict[str, str]] = [
+    {},
+    {"queue": "elsewhere"},
+    {"queue": "q"},
+    {"kind": "k"},
+    {"tenant": "acme"},
+    {"queue": "q", "kind": "k", "tenant": "acme"},
+    {"queue": "q", "kind": "other"},
+    {"queue": "", "kind": "", "tenant": ""},
+]
+
+
+@pytest.mark.postgres_only
+@pytest.mark.parametrize("paused", PAUSES, ids=str)
+def test_of_one_place_one_is_claimed_as_of_several(paused: dict[str, str]) -> None:
+    """The statement for one job of one place does to every row what the statement for many does."""
+    if paused:
+        store.pause(**paused, reason="r", actor="a")
+    for neighbour in ({"kind": "other"}, {"queue_name": "other"}, {"priority": 9}):
+        due(900, **neighbour)
+    states = [
+        *(State("pending", None, request) for request in ("none", "mail", "both")),
+        State("retry", "retry_exhausted", "row"), State("pending", later=True), State("running"),
+    ]  # fmt: skip
+    # Whether it was orphaned, whether such are claimed, and where to look.
+    ways = [(0, False, None), (1, True, None)]
+    if not paused:
+        ways += [(1, False, None), (0, True, 120), (0, True, 30)]
+    for suspect, suspects, since in ways:
+        place = probe()._replace(floor=None if since is None else ago(since))
+        rows = make_all(states, queue_name="away", kind="k", priority=0, redrives_since_commit=suspect)
+        for state, job_id in rows.items():
+            alone, together = (left_by(job_id, probes, suspects) for probes in ([place], [place, probe("z")]))
+            assert alone[0] == together[0], state
+            for column, value in alone[1].items():
+                assert_same(value, together[1][column], f"{state}: {column}")
+
+
+def left_by(job_id: UUID, probes: list[Probe], suspects: bool) -> tuple[list[Any], dict[str, Any]]:
+    """What a claim of one answers, and the row as it leaves it; undone afterwards."""
+    execute("SAVEPOINT undone")
+    execute("UPDATE durable_jobs_job SET queue_name = 'q' WHERE id = %s", job_id)
+    claimed = store.claim_next(CLAIMER, 1, probes, suspects=suspects)
+    left = image(job_id)
+    execute("ROLLBACK TO SAVEPOINT undone")
+    return [(one.job.id, one.run_at) for one in claimed], left
+
+
+def assert_same(one: Any, other: Any, what: str) -> None:
+    if isinstance(one, datetime) and isinstance(other, datetime):
+        assert abs(one - other) < timedelta(seconds=20), what
+    else:
+        assert one == other, what
 
 
 def test_a_delivery_may_come_early() -> None:

@@ -183,6 +183,11 @@ KEY = "durable_jobs_job_pkey"
 STATEMENTS: dict[str, tuple[Callable[[], Any], str, int]] = {
     # the call, an index that it must use, and how many rows (SQLite: hundreds of steps) it may look at
     "claim_next(1)": (lambda: store.claim_next(CLAIMER, 1, PROBES), "durable_jobs_ready", 200),
+    "claim_next(1) of one place": (
+        lambda: store.claim_next(CLAIMER, 1, [probe for probe in PROBES if probe[:3] == ("main", "k1", 0)]),
+        "durable_jobs_ready",
+        200,
+    ),
     "claim_next(8)": (lambda: store.claim_next(CLAIMER, 8, PROBES), "durable_jobs_ready", 300),
     "claim_next, nothing due": (
         lambda: store.claim_next(CLAIMER, 8, [probe for probe in PROBES if probe.kind != "k1"]),

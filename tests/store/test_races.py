@@ -198,10 +198,12 @@ def test_a_claim_planned_on_an_empty_table_keeps_its_limit(binding: bool) -> Non
         for size in store._CLAIM_SIZES:
             for _ in range(3):
                 assert store.claim_next(CLAIMER, size, probes) == []
+                assert store.claim_next(CLAIMER, 1, probes[:1]) == []
         for number in range(300):
             make("pending", queue_name="q", kind="k", priority=number % 3)
         for size in store._CLAIM_SIZES:
             assert len(store.claim_next(CLAIMER, size, probes)) == size
+        assert len(store.claim_next(CLAIMER, 1, probes[:1])) == 1
         if binding:
             ((prepared,),) = execute("SELECT count(*) FROM pg_prepared_statements WHERE generic_plans > 0")
             assert prepared > 0
