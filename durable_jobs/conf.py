@@ -163,7 +163,7 @@ class Config:
     )
     POLL = Setting(1.0, number(0.01, 60), "Seconds between two looks for due jobs.")
     SQLITE_POLL = Setting(
-        0.005, number(0.001, 60), "Seconds between two looks at whether a SQLite file has changed."
+        0.006, number(0.001, 60), "Seconds between two looks at whether a SQLite file has changed."
     )
     DRAIN_TIMEOUT = Setting(25.0, number(0, 86_400), "Seconds that a stopping worker waits for its slices.")
     START_TIMEOUT = Setting(

@@ -449,6 +449,31 @@ def see_every_commit(connection: BaseDatabaseWrapper) -> None:
             cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
 
 
+def version_reader(connection: Any) -> Callable[[], tuple[Any, int]]:
+    """What reads, again and again, SQLite's count of other connections' commits to the file.
+
+    Every connection counts anew, so that the number says something only together with it.
+    """
+    ask = "PRAGMA data_version"
+    connection.ensure_connection()
+    raw = connection.connection
+    if not is_direct(connection):
+
+        def read() -> tuple[Any, int]:
+            with connection.cursor() as cursor:
+                cursor.execute(ask)
+                return (connection.connection, int(cursor.fetchone()[0]))
+
+        return read
+
+    # Read some hundred times a second: most of that time Django's cursor would take.
+    def read_directly() -> tuple[Any, int]:
+        with connection.wrap_database_errors:
+            return (raw, raw.execute(ask).fetchone()[0])
+
+    return read_directly
+
+
 def is_locked(error: BaseException) -> bool:
     """Whether SQLite said that somebody else holds the file."""
     # PostgreSQL says "blocked by process …" of a deadlock, with a state of its own.

@@ -101,7 +101,7 @@ class TestReading:
         with given():
             assert config.TRANSPORT == "database"
             assert config.DEFAULT_TENANT == "default"
-            assert (config.GRACE, config.TICK, config.POLL, config.SQLITE_POLL) == (20.0, 15.0, 1.0, 0.005)
+            assert (config.GRACE, config.TICK, config.POLL, config.SQLITE_POLL) == (20.0, 15.0, 1.0, 0.006)
             assert (config.DRAIN_TIMEOUT, config.UNKNOWN_KIND_GRACE) == (25.0, 86_400.0)
             assert (config.STALLED_AFTER, config.NOTIFY_DEBOUNCE) == (900.0, 0.05)
             assert (config.LISTEN, config.LISTEN_DSN) == (True, None)

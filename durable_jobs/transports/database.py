@@ -535,7 +535,8 @@ class Claimer:
     # --- SQLite
 
     def _claim_on_sqlite(self, limit: int, suspects: bool, ahead: int, quick: Collection[str]) -> list[Job]:
-        version = self._read_version()
+        version = database.version_reader(database.connection())()
+        self.answers += 1
         with self._guard:
             changed = self._changed or version != self._version or (suspects and not self._suspects)
             if not changed and not self._has_come_due():
@@ -567,17 +568,12 @@ class Claimer:
 
     def _watch_file(self, timeout: float) -> None:
         """Other connections' commits change `data_version`; this one's own claims need no waking."""
-        deadline = time.monotonic() + timeout
+        deadline, pause = time.monotonic() + timeout, config.SQLITE_POLL
+        read = database.version_reader(database.connection())
         while not self._woken.is_set() and (left := deadline - time.monotonic()) > 0:
-            if self._version is not None and self._read_version() != self._version:
-                return
-            self._woken.wait(min(config.SQLITE_POLL, left))
-
-    def _read_version(self) -> tuple[Any, int]:
-        connection = database.connection()
-        with connection.cursor() as cursor:
-            cursor.execute("PRAGMA data_version")
-            (version,) = cursor.fetchone()
-        self.answers += 1
-        # Counted anew by every connection, so that it says something only together with it.
-        return (connection.connection, version)
+            if self._version is not None:
+                version = read()
+                self.answers += 1
+                if version != self._version:
+                    return
+            self._woken.wait(min(pause, left))
