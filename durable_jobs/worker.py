@@ -75,6 +75,7 @@ LONGEST_ENDED: Final = 0.02
 """Seconds that an end waits for others, while slice threads are at it, until the claiming thread completes it."""
 MOST_ENDED: Final = 4 * MOST_TOGETHER
 """With so many that have ended and are not completed, no others are begun."""
+BEGIN_SECONDS: Final = 0.001
 
 
 def new_owner() -> str:
@@ -317,6 +318,9 @@ class Worker:
         if not tasks:
             return False
         self._dispatch(tasks, free)
+        if self.claimer.claims_singly:
+            # The interpreter is for its step now: nothing else was due a moment ago.
+            self.claimer.rest(BEGIN_SECONDS)
         return True
 
     def _complete_and_claim(

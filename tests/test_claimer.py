@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,7 +17,14 @@ from durable_jobs.kinds import Done, Kind
 from durable_jobs.models import Job
 from durable_jobs.transports import current
 from durable_jobs.transports.base import Delivery, State
-from durable_jobs.transports.database import AT_ONCE, Claimer, DatabaseTransport, Listener, Pair
+from durable_jobs.transports.database import (
+    AT_ONCE,
+    SWEEP_SECONDS,
+    Claimer,
+    DatabaseTransport,
+    Listener,
+    Pair,
+)
 from tests.connections import OtherConnection
 from tests.postgres import Server, wait_until
 from tests.worker_kinds import KINDS
@@ -219,21 +227,53 @@ def test_a_poll_asks_above_the_floor_and_a_sweep_below_it(monkeypatch: pytest.Mo
 
 @pytest.mark.postgres_only
 def test_a_sweep_waits_for_twenty_times_its_last_duration(monkeypatch: pytest.MonkeyPatch) -> None:
-    sweeps: list[float] = []
+    sweeps: list[tuple[float, float]] = []
 
     def slow() -> list[Any]:
-        sweeps.append(time.monotonic())
+        began = time.monotonic()
         time.sleep(0.1)
+        sweeps.append((began, time.monotonic() - began))
         return []
 
     monkeypatch.setattr(store, "routes", slow)
     claimer = Claimer(OWNER)
-    end = time.monotonic() + 2.5
-    while time.monotonic() < end:
+
+    def again() -> bool:
         claimer.claim(1)
-        time.sleep(0.02)
-    assert len(sweeps) == 2
-    assert 1.9 < sweeps[1] - sweeps[0] < 2.4
+        return len(sweeps) == 2
+
+    wait_until(again, 60, "no second sweep")
+    (first, took), (second, _) = sweeps
+    assert second - first >= 20 * took > SWEEP_SECONDS
+
+
+@pytest.mark.postgres_only
+@pytest.mark.parametrize("told", ["of one", "of two", "of none due", "of one, not waiting", "of anything"])
+def test_what_it_was_told_of_while_it_waited_is_claimed_alone(told: str) -> None:
+    """And at once; everything else, with the next claim."""
+    claimer = Claimer(OWNER)
+    assert claimer.claim(1) == []
+    waiting = threading.Thread(target=claimer.wait, args=(60,))
+    if told != "of one, not waiting":
+        waiting.start()
+        wait_until(lambda: claimer._waits, 60, "it does not wait")
+    jobs = [start(), start(), start(priority=5)]
+    for job in jobs:
+        claimer.expect(job)
+    others = {
+        "of two": [QUICK, QUICK._replace(priority=5)],
+        "of none due": [QUICK._replace(priority=-5)],
+        "of anything": [None],
+    }
+    for pair in others.get(told, [QUICK]):
+        claimer.heard(pair)
+    if waiting.ident:
+        waiting.join(60)
+    claimed = claimer.claim(4)
+    assert claimer.claims_singly is (told == "of one")
+    assert [job.priority for job in claimed] == ([0] if told == "of one" else [5, 0, 0])
+    assert ids(claimed + claimer.claim(4)) == ids(jobs)
+    assert not claimer.claims_singly
 
 
 class Heard:

@@ -43,6 +43,7 @@ SLOW = {
     "GROUP_HOOKS": False,
     "DIRECT_STATEMENTS": False,
     "PREPARE": False,
+    "LISTEN": False,
 }
 GATE = threading.Event()
 MOMENTS = {
