@@ -249,6 +249,11 @@ def claimed(call: Call) -> Any:
     return rows[0].job if rows else None
 
 
+def claimed_alone(call: Call) -> Any:
+    rows = store.claim_next(CLAIMER, 1, [call.probe])
+    return rows[0].job if rows else None
+
+
 def claimed_apart(call: Call) -> Any:
     """As a kind with a limit that is not reached; how it is kept has tests of its own."""
     kind, scope = call.hand.kind or call.row["kind"], call.hand.scope
@@ -343,6 +348,8 @@ RULES = (
     Rule("announce", announced, ("pending", "retry"), {"updated_at": NOW, "lost_deliveries": Plus(1)},
          (OTHER_QUEUE, OTHER_KIND, OTHER_PRIORITY), request=("none", "mail"), due=True),
     Rule("claim_next", claimed, ("pending", "retry"), TAKEN, (OTHER_QUEUE, OTHER_KIND, OTHER_PRIORITY),
+         due=True),
+    Rule("claim_one", claimed_alone, ("pending", "retry"), TAKEN, (OTHER_QUEUE, OTHER_KIND, OTHER_PRIORITY),
          due=True),
     Rule("beat_many", beaten, OWNED, {"lease_expires_at": In(30), "heartbeat_at": NOW}, BY_OWNER),
     Rule("still_mine", lambda c: store.still_mine(c.lease), OWNED, {}, BY_OWNER),
