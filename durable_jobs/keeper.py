@@ -14,12 +14,13 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from uuid import UUID
 
 from django.db import connections
 
 from durable_jobs import connection as own_connection
-from durable_jobs import store
+from durable_jobs import database, store
 from durable_jobs.logs import tell
 from durable_jobs.outage import Outage
 from durable_jobs.store import Beat, Lease
@@ -30,6 +31,8 @@ BEAT_SHARE = 0.3
 """A beat begins when this share of a lease has passed: a little before its third."""
 LONGEST_INTERVAL = 5.0
 """Seconds; the beat also is how a slice learns of a cancel and of a pause."""
+WATCH_SECONDS = 0.1
+"""Between two looks at whether a SQLite file has changed: there nobody sends word of a cancel or a pause."""
 SKIPPED_INTERVAL = 1.0
 """Seconds until a lease is tried again whose row somebody else has locked."""
 
@@ -149,6 +152,7 @@ class Keeper:
         self._claims = 0
         self._claims_begun = 0
         self._strangers: set[tuple[UUID, int]] = set()
+        self._version: tuple[Any, int] | None = None
         self._outage = Outage("keeper", longest=1.0)
         self._thread: threading.Thread | None = None
 
@@ -246,7 +250,33 @@ class Keeper:
                     return
             if self._planned <= now:
                 return
-            self._wake.wait(min(self._planned - now, LONGEST_INTERVAL))
+            self._sleep(min(self._planned - now, LONGEST_INTERVAL))
+
+    def _sleep(self, seconds: float) -> None:
+        if database.connection().vendor != "sqlite":
+            self._wake.wait(seconds)
+            return
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not self._wake.wait(min(left, WATCH_SECONDS)):
+            self._look_for_requests()
+
+    def _look_for_requests(self) -> None:
+        """When the file has changed: who of ours is asked to stop. Nothing is written, and no lease renewed."""
+        with self._guard:
+            holds = {key: hold for key, hold in self._holds.items() if not hold.lost}
+        if not holds:
+            return
+        version = database.version_reader(database.connection())()
+        if version == self._version:
+            return
+        self._version = version
+        for job_id, epoch, beat in store.asked_to_stop(self.owner):
+            hold = holds.get((job_id, epoch))
+            if hold is None:
+                # Claimed just now, and not yet in our hands: it is looked for again.
+                self._version = None
+            else:
+                self._tell(hold, beat)
 
     def _round(self) -> None:
         now = time.monotonic()
@@ -280,14 +310,17 @@ class Keeper:
         if beat is None or not beat.mine:
             hold.observe(lost=True)
             return
-        if beat.paused and not hold.paused:
-            hold.observe(pause=True)
-        if beat.cancel and not hold.cancelled:
-            hold.observe(cancel=True)
+        self._tell(hold, beat)
         if beat.renewed:
             hold._renewed, hold._retry_at = max(hold._renewed, sent), math.inf
         else:
             hold._skipped(sent)
+
+    def _tell(self, hold: Hold, beat: Beat) -> None:
+        if beat.paused and not hold.paused:
+            hold.observe(pause=True)
+        if beat.cancel and not hold.cancelled:
+            hold.observe(cancel=True)
 
     def _give_up_on(self, hold: Hold) -> None:
         """Let the reconciler have a slice that hangs: its process lives, its lease runs out."""

@@ -594,6 +594,17 @@ _MAILED_OR_PAUSED = _statement(
         AND (p.kind = '' OR p.kind = c.kind) AND (p.tenant_id = '' OR p.tenant_id = c.tenant_id)""",
 )
 
+_ASKED_TO_STOP = _statement("""
+    SELECT c.id, c.lease_epoch, 1, 0 FROM {job} c {by_cancelling}
+    WHERE c.cancel_requested_at IS NOT NULL AND c.finished_at IS NULL AND c.lease_owner = :owner
+    UNION ALL
+    SELECT c.id, c.lease_epoch, 1, 0 FROM durable_jobs_cancelrequest m CROSS JOIN {job} c
+    WHERE c.id = m.job_id AND c.lease_owner = :owner
+    UNION ALL
+    SELECT c.id, c.lease_epoch, 0, 1 FROM durable_jobs_pause p CROSS JOIN {job} c {by_running}
+    WHERE c.status = 'running' AND c.lease_owner = :owner AND (p.queue_name = '' OR p.queue_name = c.queue_name)
+        AND (p.kind = '' OR p.kind = c.kind) AND (p.tenant_id = '' OR p.tenant_id = c.tenant_id)""")
+
 _STILL_MINE = _statement("SELECT 1 FROM {job} WHERE {owned}")
 _STRANGERS = _statement(
     """SELECT id, lease_epoch FROM {job} WHERE status = 'running' AND lease_owner = :owner
@@ -1478,6 +1489,18 @@ def _beats_on_sqlite(
         )
         for lease in leases
     }  # fmt: skip
+
+
+def asked_to_stop(owner: str) -> list[tuple[UUID, int, Beat]]:
+    """(id, epoch, what a beat would tell) of this owner's running rows that are to be cancelled or paused.
+
+    A read, which renews nothing. A row may come more than once.
+    """
+    rows = _ASKED_TO_STOP.run(database.connection(), owner=owner)
+    return [
+        (_uuid(job_id), epoch, Beat(renewed=False, mine=True, cancel=bool(cancel), paused=bool(paused)))
+        for job_id, epoch, cancel, paused in rows
+    ]
 
 
 def strangers(owner: str, known: Collection[UUID]) -> list[tuple[UUID, int]]:

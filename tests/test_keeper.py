@@ -16,12 +16,14 @@ from django.db import OperationalError, connection, connections, transaction
 
 from durable_jobs import connection as own_connection
 from durable_jobs import database, kinds, service, store
+from durable_jobs import keeper as keeper_module
 from durable_jobs.keeper import Hold, Keeper
 from durable_jobs.models import Job
 from durable_jobs.store import Lease
 from tests.connections import OtherConnection
 from tests.postgres import Server, wait_until
 from tests.processes import Processes
+from tests.store.rows import post_letter
 from tests.worker_kinds import KINDS
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -126,6 +128,78 @@ def test_a_lease_that_was_taken_is_lost_and_stops_its_slice_once(keeper: Keeper)
     assert hold.stop.wait(2)
     assert hold.lost
     assert not hold.cancelled
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keeper]:
+    """A keeper that has no reason to beat for an hour, and loses what it beats all the same."""
+    monkeypatch.setattr(keeper_module, "LONGEST_INTERVAL", 3_600.0)
+    monkeypatch.setattr(store, "beat_many", lambda owner, leases: {})
+    keeper = Keeper(OWNER)
+    keeper.start()
+    yield keeper
+    keeper.stop()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[set[Any]]:
+    """What each look for those who are asked to stop has found."""
+    found: list[set[Any]] = []
+    asked_to_stop = store.asked_to_stop
+
+    def noted(owner: str) -> Any:
+        answer = asked_to_stop(owner)
+        found.append({job_id for job_id, *_ in answer})
+        return answer
+
+    monkeypatch.setattr(store, "asked_to_stop", noted)
+    return found
+
+
+@pytest.mark.sqlite_only
+@pytest.mark.parametrize("how", ["cancel", "mail", "pause"])
+def test_a_file_that_changed_is_searched_for_requests_between_beats(quiet: Keeper, how: str) -> None:
+    """Nobody sends word of them there, and a beat comes every few seconds."""
+    hold, other = claimed(ttl=36_000), claimed(ttl=36_000)
+    write("UPDATE durable_jobs_job SET queue_name = 'other' WHERE id = %s", other.lease.job_id.hex)
+    quiet.hold(hold)
+    quiet.hold(other)
+    if how == "cancel":
+        service.cancel(hold.lease.job_id, actor="me", reason="r")
+    elif how == "mail":
+        post_letter(hold.lease.job_id)
+    else:
+        service.pause(queue="worker", reason="r", actor="me")
+    assert hold.stop.wait(60)
+    assert (hold.cancelled, hold.paused, hold.lost) == (how != "pause", how == "pause", False)
+    assert not other.stop.is_set()
+
+
+@pytest.mark.sqlite_only
+def test_what_was_not_yet_in_hand_is_looked_for_again(quiet: Keeper, asked: list[set[Any]]) -> None:
+    """The file changes between a claim and its arrival here, and then no more."""
+    held, late = claimed(ttl=36_000), claimed(ttl=36_000)
+    quiet.hold(held)
+    service.cancel(late.lease.job_id, actor="me", reason="r")
+    wait_until(lambda: {late.lease.job_id} in asked, 60, "the request was not found")
+    quiet.hold(late)
+    assert late.stop.wait(60)
+    assert late.cancelled
+    assert not held.stop.is_set()
+
+
+@pytest.mark.sqlite_only
+def test_a_file_that_has_not_changed_is_not_searched(
+    quiet: Keeper, asked: list[set[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Any] = []
+    version_reader = database.version_reader
+    monkeypatch.setattr(
+        database, "version_reader", lambda connection: looks.append(1) or version_reader(connection)
+    )
+    quiet.hold(claimed(ttl=36_000))
+    wait_until(lambda: len(looks) >= 5, 60, "it does not look")
+    assert len(asked) == 1
 
 
 def test_an_older_claim_of_this_process_is_lost_and_the_newer_is_not(keeper: Keeper) -> None:

@@ -103,6 +103,7 @@ def reads_and_records() -> Iterator[Callable[[], Any]]:
         ended_before=ago(1), statuses=["completed"], after=(ago(9e6), UUID(int=0)), batch=9, budget=10**6
     )
     yield lambda: store.prune_events([done, job_id], 9)
+    yield lambda: store.asked_to_stop(ME)
     place = Probe("q", "x", 0, None, 9)
     yield lambda: store.claim_next(ME, 1, [place])
     for size in store._CLAIM_SIZES:

@@ -200,6 +200,7 @@ STATEMENTS: dict[str, tuple[Callable[[], Any], str, int]] = {
     "routes": (lambda: store.routes(), "durable_jobs_ready", 200),
     "orphans": (lambda: store.orphans(GRACE), "durable_jobs_running", 300),
     "strangers": (lambda: store.strangers("w1", [uuid7()]), "durable_jobs_running", 300),
+    "asked_to_stop": (lambda: store.asked_to_stop("w1"), "durable_jobs_cancelling", 300),
     "dead_leases": (lambda: store.dead_leases("w1"), "durable_jobs_running", 300),
     "leased": (lambda: store._LEASED.run(connection, queue="", kind="", tenant=""), "durable_jobs_running", 300),
     "cancelling": (lambda: store.cancelling(), "durable_jobs_cancelling", 200),
