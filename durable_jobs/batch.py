@@ -533,8 +533,9 @@ class _Rows:
         except keyset.Unordered as error:
             raise _refused(f"The collection cannot be read by its order: {error}.") from error
         self._locks = kind.lock_rows and connection.features.has_select_for_update
-        # A join over many gives a row more than once. (Joins of select_related, which come later, do not.)
-        self._repeats = len(self._rows.query.alias_map) > 1 or bool(self._rows.query.extra_tables)
+        # A join over many gives a row more than once. Those of select_related are made later.
+        query = self._rows.query
+        self._repeats = len(query.alias_map) > 1 or bool(query.extra_tables or query.select_related)
         self._of_the_pass: models.QuerySet[Any] | None = None
         self._finished = False
         self.names: list[str] | None = self._order.names

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from django.db import OperationalError, connection, transaction
-from django.db.models import Count, F, Value
+from django.db.models import Count, F, FilteredRelation, QuerySet, Value
 from django.db.models.functions import Concat
 from django.test import override_settings
 
@@ -233,13 +233,21 @@ class TestEveryRowOnce:
         assert done() == [1] * 7
         assert ran.job.processed_count == 7
 
-    def test_a_row_that_a_join_repeats_comes_once(self) -> None:
+    @pytest.mark.parametrize(
+        "repeating",
+        [
+            Depot.objects.filter(parcel__rank=1),
+            Depot.objects.annotate(ranked=FilteredRelation("parcel")).select_related("ranked"),
+        ],
+        ids=["filter", "select_related"],
+    )
+    def test_a_row_that_a_join_repeats_comes_once(self, repeating: QuerySet[Depot]) -> None:
         depots = [Depot.objects.create(name=name) for name in "abc"]
         for depot in depots:
             parcels(5, depot=depot, rank=1)
         seen: list[str] = []
         kind = batch_kind(
-            collection=lambda self, ctx: Depot.objects.filter(parcel__rank=1),
+            collection=lambda self, ctx: repeating.all(),
             process=lambda self, ctx, batch: seen.extend(depot.name for depot in batch),
         )
         assert run(kind).job.status == "completed"
