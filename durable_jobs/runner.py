@@ -484,7 +484,9 @@ def begin_slice(
         connection=connection,
     )
     result = slice.run_whole()
-    return result if slice.finished is None else slice.finished
+    # Not both of each other: without a circle they go when they are done with, and no collector has to look for them.
+    finished, slice.finished = slice.finished, None
+    return result if finished is None else finished
 
 
 def _kind_of(job: Job) -> Kind:

@@ -10,6 +10,7 @@ back. Whatever fails meanwhile, a step, the database or one of its own threads, 
 from __future__ import annotations
 
 import contextvars
+import gc
 import logging
 import math
 import os
@@ -166,7 +167,7 @@ class Worker:
         database does not answer at the start. 75: every thread hangs in a step. After 1 and 75 threads are
         left running: end the process with `leave`.
         """
-        with self._signals(), self._own_connection():
+        with self._signals(), self._own_connection(), _heap_left_alone():
             refused = self._examine_database()
             if refused is not None:
                 return refused
@@ -776,6 +777,23 @@ def signals_read(*numbers: signal.Signals) -> Iterator[socket.socket]:
             signal.signal(number, handler)
         signal.set_wakeup_fd(earlier_descriptor)
         writer.close()
+
+
+@contextmanager
+def _heap_left_alone() -> Iterator[None]:
+    """What the process has loaded before is not walked by the garbage collector at every full collection.
+
+    A walk of all of Django stops every thread for tens of milliseconds. Only in a process of the worker's own.
+    """
+    if threading.current_thread() is not threading.main_thread() or gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def leave(worker: Worker, code: int) -> NoReturn:

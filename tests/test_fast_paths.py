@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import Counter
@@ -504,6 +505,45 @@ def test_a_drain_counts_what_a_slice_s_thread_has_just_put_back() -> None:
 
     worker._guard = Guard()  # type: ignore[assignment]
     assert worker._drain(0) == 0
+
+
+@pytest.mark.parametrize("kind", [Fast, Told, Mirrored, Hooked])
+def test_a_job_that_is_through_leaves_nothing_for_the_garbage_collector(kind: type[Kind]) -> None:
+    """What refers to itself stays until a collection, which stops every thread."""
+    start(kind=kind)
+    assert Worker(queues=["fast"], concurrency=2, until_idle=True).run() == 0
+    jobs = [start(kind=kind) for _ in range(20)]
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        assert Worker(queues=["fast"], concurrency=2, until_idle=True).run() == 0
+        gc.collect()
+        left = {type(one).__qualname__ for one in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert {now(job).status for job in jobs} == {"completed"}
+    assert not left & {"Job", "Task", "Hold", "Lease", "SliceContext", "_Slice", "Finished", "Ending"}
+
+
+def test_a_worker_of_its_own_process_keeps_the_collector_off_what_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frozen: list[int] = []
+
+    def looks(self: Fast, ctx: SliceContext) -> Done:
+        frozen.append(gc.get_freeze_count())
+        return Done()
+
+    monkeypatch.setattr(Fast, "step", looks)
+    start()
+    assert Worker(queues=["fast"], concurrency=1, until_idle=True).run() == 0
+    start()
+    with RunningHere(queues=["fast"], concurrency=1):
+        wait_until(lambda: len(frozen) == 2, 20, "not run")
+    assert frozen[0] > 1000 and frozen[1] == gc.get_freeze_count() == 0
 
 
 def test_a_receiver_for_a_kind_s_old_name_is_told_of_rows_that_carry_it() -> None:
