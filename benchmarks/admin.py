@@ -21,6 +21,8 @@ from typing import Any
 
 import django
 
+from benchmarks import harness
+
 JOBS, LARGE, FAILED, EVENTS = 1_000_000, 100, 20_000, 200_000
 LIMIT_MS = 300.0
 KIND = "bench.sync"
@@ -69,8 +71,19 @@ def measure(jobs: int, failed: int, *, bulks: bool) -> int:
     print(
         f"{jobs:,} jobs made in {time.perf_counter() - begun:.0f} s, {LARGE} with 1 MiB each in input and result\n"
     )
-    slow = look()
-    wrong = bulk(failed, kill=False) + bulk(failed, kill=True) if bulks else []
+    pages: list[list[Any]] = []
+    acts: list[list[Any]] = []
+    slow = look(pages)
+    wrong = [*bulk(failed, acts, kill=False), *bulk(failed, acts, kill=True)] if bulks else []
+    harness.keep(
+        "admin",
+        [
+            {"title": "screens", "jobs": jobs, "columns": [f"a page over {jobs:,} jobs", "median ms", "slowest ms", "queries", "KiB"],
+             "rows": pages},
+            {"title": "bulk", "jobs": jobs, "columns": [f"redrive {failed:,} failed jobs from the list", "s", "preview, ms"],
+             "rows": acts},
+        ],
+    )  # fmt: skip
     print(
         "\n"
         + ("All as it should be." if not slow + wrong else "NOT as it should be: " + "; ".join(slow + wrong))
@@ -135,7 +148,8 @@ def fill(jobs: int, failed: int) -> None:
 # --- the pages ------------------------------------------------------------------------------------------
 
 
-def look() -> list[str]:
+def look(rows: list[list[Any]]) -> list[str]:
+    """Time each page, into `rows`; what is too slow."""
     from django.db import connection
     from django.test.utils import CaptureQueriesContext
     from django.urls import reverse
@@ -208,6 +222,7 @@ def look() -> list[str]:
         print(
             f"{name:30} {statistics.median(times):6.0f} ms {max(times):6.0f} ms {len(asked):8} {len(answer.content) // 1024:6}"
         )
+        rows.append([name, statistics.median(times), max(times), len(asked), len(answer.content) // 1024])
         if statistics.median(times) > LIMIT_MS:
             slow.append(f"{name} took {statistics.median(times):.0f} ms")
             worst = sorted(asked.captured_queries, key=lambda one: -float(one["time"]))[:2]
@@ -229,7 +244,7 @@ def logged_in() -> Any:
 # --- many jobs ------------------------------------------------------------------------------------------
 
 
-def bulk(failed: int, *, kill: bool) -> list[str]:
+def bulk(failed: int, rows: list[list[Any]], *, kill: bool) -> list[str]:
     """Redrive what failed, in a process of its own; with `kill`, end it half-way and press again."""
     from django.db import connection
     from django.urls import reverse
@@ -266,6 +281,7 @@ def bulk(failed: int, *, kill: bool) -> list[str]:
     seconds = time.perf_counter() - begun
     if run.returncode:
         wrong.append(f"the bulk ended with {run.returncode}")
+    rows.append([f"killed at {half:,}, pressed again" if kill else "undisturbed", seconds, preview])
     pending = Job.objects.filter(status="pending", redrives__gt=0)
     events = JobEvent.objects.filter(event="redriven").exclude(operation_id="old")
     jobs, twice = events.values("job_id").distinct().count(), events.count()

@@ -19,6 +19,8 @@ ORDER = [
     "checkpoint",
     "recovery",
     "peers",
+    "admin",
+    "rest",
 ]
 
 
@@ -32,6 +34,8 @@ def main() -> int:
             kept = json.loads(path.read_text())
             database = kept["machine"]["database"]
             for result in kept["results"]:
+                if "rows" in result:
+                    tables.append(plain_table(result, database))
                 if "contestants" not in result:
                     continue
                 tables.append(table(result, database))
@@ -53,6 +57,20 @@ def table(result: dict[str, Any], database: str) -> str:
             f"| {name} | {number(line['median'])} | {number(min(values))} to {number(max(values))} | {ratio} |"
         )
     return "\n".join(lines)
+
+
+def plain_table(result: dict[str, Any], database: str) -> str:
+    """What was measured once, as it is."""
+    first, *columns = result["columns"]
+    lines = [f"| {first}, {database} | {' | '.join(columns)} |", "|---" + "|---:" * len(columns) + "|"]
+    lines += [f"| {row[0]} | {' | '.join(map(number_or_text, row[1:]))} |" for row in result["rows"]]
+    return "\n".join(lines)
+
+
+def number_or_text(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return number(value) if isinstance(value, float) else str(value)
 
 
 def number(value: float) -> str:
