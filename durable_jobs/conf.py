@@ -201,6 +201,11 @@ class Config:
         true_or_false,
         "Whether workers on PostgreSQL prepare their own statements; not every pooler can.",
     )
+    PIPELINE = Setting(
+        True,
+        true_or_false,
+        "Whether `start_many` on PostgreSQL makes rows ready while the server inserts others.",
+    )
     MAX_INPUT_BYTES = Setting(MIB, whole(2, LARGEST_TEXT), "Largest input, in bytes of JSON.")
     MAX_RESULT_BYTES = Setting(MIB, whole(2, LARGEST_TEXT), "Largest result, in bytes of JSON.")
     MAX_CHECKPOINT_BYTES = Setting(256 * KIB, whole(2, LARGEST_TEXT), "Largest checkpoint, in bytes of JSON.")

@@ -17,8 +17,9 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TypeVar
 
 from django.apps import apps
@@ -183,17 +184,29 @@ class WriterLock:
 
     @contextmanager
     def turn(self, *, urgent: bool, timeout: float) -> Iterator[None]:
-        with self._condition:
-            self._urgent_turns += urgent
+        if urgent:
+            with self._urgent_turn(timeout):
+                yield
+            return
+        self._acquire(False, timeout)
         try:
-            self._acquire(urgent, timeout)
+            yield
+        finally:
+            self._release()
+
+    @contextmanager
+    def _urgent_turn(self, timeout: float) -> Iterator[None]:
+        with self._condition:
+            self._urgent_turns += 1
+        try:
+            self._acquire(True, timeout)
             try:
                 yield
             finally:
                 self._release()
         finally:
             with self._condition:
-                self._urgent_turns -= urgent
+                self._urgent_turns -= 1
                 self._condition.notify_all()
 
     def give_way(self, timeout: float) -> None:
@@ -207,28 +220,38 @@ class WriterLock:
                 self._condition.wait_for(lambda: not self._urgent_turns, timeout)
 
     def _acquire(self, urgent: bool, timeout: float) -> None:
+        now = time.monotonic()
+        with self._condition:
+            is_free = not (self._held or self._urgent or self._normal)
+            if is_free and (urgent or self._rest_left(now) <= 0):
+                self._take(now)
+            else:
+                self._wait(urgent, now + timeout)
+
+    def _wait(self, urgent: bool, deadline: float) -> None:
         ticket = object()
         queue = self._urgent if urgent else self._normal
-        deadline = time.monotonic() + timeout
-        with self._condition:
-            queue.append(ticket)
-            try:
-                while True:
-                    now = time.monotonic()
-                    pause = 0.0
-                    if not self._held and self._next() is ticket:
-                        pause = 0.0 if urgent else self._rest_left(now)
-                        if pause <= 0:
-                            self._held, self._holder, self._since = True, threading.get_ident(), now
-                            return
-                    if now >= deadline:
-                        raise FileLocked("database is locked (by writers of this process)")
-                    left = deadline - now
-                    self._condition.wait(min(pause, left) if pause > 0 else left)
-            finally:
-                queue.remove(ticket)
-                if not self._held:
-                    self._condition.notify_all()
+        queue.append(ticket)
+        try:
+            while True:
+                now = time.monotonic()
+                pause = 0.0
+                if not self._held and self._next() is ticket:
+                    pause = 0.0 if urgent else self._rest_left(now)
+                    if pause <= 0:
+                        self._take(now)
+                        return
+                if now >= deadline:
+                    raise FileLocked("database is locked (by writers of this process)")
+                left = deadline - now
+                self._condition.wait(min(pause, left) if pause > 0 else left)
+        finally:
+            queue.remove(ticket)
+            if not self._held:
+                self._condition.notify_all()
+
+    def _take(self, now: float) -> None:
+        self._held, self._holder, self._since = True, threading.get_ident(), now
 
     def _next(self) -> object | None:
         if self._urgent:
@@ -646,6 +669,25 @@ def is_direct(connection: BaseDatabaseWrapper) -> bool:
     )
 
 
+def _can_pipeline(connection: BaseDatabaseWrapper) -> bool:
+    """Whether a statement can be on its way while Python goes on, with nobody who wants to see when it ends."""
+    if connection.vendor != "postgresql" or connection.queries_logged or connection.execute_wrappers:
+        return False
+    import psycopg
+
+    return psycopg.Pipeline.is_supported()
+
+
+def _in_transaction(connection: BaseDatabaseWrapper) -> AbstractContextManager[object]:
+    """The open transaction, or one of its own.
+
+    Without one the end of a pipeline commits, and psycopg cannot leave it where a deferred constraint refuses that.
+    """
+    if connection.in_atomic_block or not connection.get_autocommit():
+        return nullcontext()
+    return OwnAtomic(connection.alias, savepoint=True, durable=False)
+
+
 def _server_cursor(connection: BaseDatabaseWrapper) -> Any:
     """The one cursor of our own on this connection; it reads moments in C where Django does so in Python."""
     raw: Any = connection.connection
@@ -705,10 +747,37 @@ class Statement:
             if is_direct(connection):
                 return self._run_directly(connection, values)
             sql, names = self._build(connection.vendor)
-            adapt = _adapt_sqlite if connection.vendor == "sqlite" else _adapt_postgresql
             with connection.cursor() as cursor:
-                cursor.execute(sql, {name: adapt(values[name]) for name in names})
+                if connection.vendor == "sqlite":
+                    cursor.execute(sql, _plain_values(names, values))
+                    # As `fetchall`, for which Django makes a wrapper each time.
+                    return list(cursor)
+                cursor.execute(sql, {name: values[name] for name in names})
                 return cursor.fetchall() if cursor.description else []
+        except DatabaseError as error:
+            note_not_migrated(error, own=True)
+            raise
+
+    def run_while(
+        self, connection: BaseDatabaseWrapper, meanwhile: Callable[[], None], **values: Any
+    ) -> list[tuple[Any, ...]]:
+        """As `run`, and call `meanwhile` too: while the server works, where the driver can send and go on.
+
+        It uses no connection. Whoever watches the statements of this one sees them end before it is called.
+        """
+        if not _can_pipeline(connection):
+            rows = self.run(connection, **values)
+            meanwhile()
+            return rows
+        sql, names = self._build(connection.vendor)
+        try:
+            with _in_transaction(connection), connection.cursor() as cursor:
+                # The end of the pipeline waits for the answer, and raises what the server has refused.
+                with connection.wrap_database_errors, connection.connection.pipeline():
+                    cursor.execute(sql, {name: values[name] for name in names})
+                    meanwhile()
+                answer: list[tuple[Any, ...]] = cursor.fetchall()
+            return answer
         except DatabaseError as error:
             note_not_migrated(error, own=True)
             raise
@@ -748,7 +817,7 @@ class Statement:
         raw = connection.connection
         with connection.wrap_database_errors:
             if connection.vendor == "sqlite":
-                given = {name: _adapt_sqlite(values[name]) for name in names}
+                given = _plain_values(names, values)
                 rows: list[tuple[Any, ...]] = raw.execute(self._sqlite_text(), given).fetchall()
                 return rows
             cursor = _server_cursor(connection)
@@ -814,6 +883,13 @@ def _adapt_sqlite(value: Any) -> Any:
     return value
 
 
+_PLAIN = frozenset((str, int, float, bool, type(None)))
+
+
+def _plain_values(names: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value if type(value := values[name]) in _PLAIN else _adapt_sqlite(value) for name in names}
+
+
 def plain(value: Any) -> Any:
     """The value as SQLite's driver takes it."""
     return value if value is None else _adapt_sqlite(value)
@@ -855,7 +931,7 @@ class Loader:
             if converters:
                 self._converters.append((field.attname, converters, column))
         # The key's default is another at every time.
-        self._defaults = {
+        self.defaults = {
             field.attname: None if field.primary_key else field.get_default() for field in fields
         }
         self._plain = "from_db" not in vars(model) and model.__init__ is Model.__init__
@@ -880,16 +956,13 @@ class Loader:
         return loaded
 
     def maker(self, using: str) -> Callable[[dict[str, Any]], Any]:
-        """What makes of a row's values, by attribute, the instance that `load` would give; without a value: its default.
+        """What makes of a row's values, one for each of `defaults`, the instance that `load` would give.
 
         It keeps the dictionary.
         """
-        defaults, names = self._defaults, self._names
-        if not self._is_plain():
-            return lambda values: self._model.from_db(
-                using, names, [values.get(name, defaults[name]) for name in names]
-            )
-        return lambda values: self._of(using, defaults | values)
+        if self._is_plain():
+            return partial(self._of, using)
+        return lambda values: self._model.from_db(using, self._names, [values[name] for name in self._names])
 
     def _is_plain(self) -> bool:
         """Whether nobody has a say in how an instance is made."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from functools import partial
@@ -88,6 +90,7 @@ LONGEST_SCHEDULE: Final = timedelta(days=3660)
 LONGEST_REDRIVE_DELAY: Final = 366 * 86_400.0
 CANCEL_WAIT_SECONDS: Final = 3.0
 ATTEMPTS_AT_A_FREED_KEY: Final = 3
+_NOT_YET: Final = UUID(int=0)
 _HELD, _PENDING = Status.HELD.value, Status.PENDING.value
 MANY: Final = 500
 """Rows in one statement of `start_many`."""
@@ -100,10 +103,20 @@ class Started(NamedTuple):
     created: bool
 
 
-class _Ready(NamedTuple):
-    new: NewJob
-    kind: Kind
+@dataclass(slots=True, kw_only=True)
+class _Ready(NewJob):
+    """A new job that nothing is to be refused of, but for its keys; `_sealed` gives it its id and its hash."""
+
+    known: Kind
     if_locked: str
+
+
+class _Part(NamedTuple):
+    """What one statement of `start_many` inserts; which of the caller's rows they are."""
+
+    numbers: Sequence[int]
+    ready: Sequence[_Ready]
+    new_jobs: store.NewJobs
 
 
 def start(
@@ -149,7 +162,7 @@ def start(
         hold=hold,
         meta=meta,
     )
-    return _start(ready)
+    return _start(_sealed(ready))
 
 
 def start_by(
@@ -216,33 +229,48 @@ def start_many(rows: Iterable[Mapping[str, Any]]) -> list[Started | DurableJobsE
     what a row holds. Rows are inserted sorted by key, 500 in a statement.
     """
     terms = _Terms.now()
-    answers: dict[int, Started | DurableJobsError] = {}
-    ready: list[tuple[int, _Ready]] = []
+    answers: list[Any] = []
+    ready: list[_Ready] = []
+    numbers: list[int] = []
     for number, row in enumerate(rows):
         try:
             one = _prepare_row(terms, row)
-            earlier = _under_an_old_name(one)
+            answer = _under_an_old_name(_sealed(one)) if one.known.aliases else None
         except DurableJobsError as refusal:
-            answers[number] = refusal
-        else:
-            if earlier is None:
-                ready.append((number, one))
-            else:
-                answers[number] = earlier
-    if any(one.new.idempotency_key is not None or one.new.lock_key is not None for _, one in ready):
-        ready.sort(key=lambda one: _lock_order(one[1].new))
+            answers.append(refusal)
+            continue
+        answers.append(answer)
+        if answer is None:
+            ready.append(one)
+            numbers.append(number)
+    parts = _parts(ready, numbers)
+    del ready
+    while parts:
+        part = parts.popleft()
+        try:
+            inserted = store.insert_many(part.new_jobs, parts[0].new_jobs if parts else None)
+        except IntegrityError as error:
+            if not _is_of_a_deleted_user(error):
+                raise
+            inserted = {}  # one by one, so that the others need not suffer for it
+        jobs = [inserted.get(one.id) for one in part.ready]
+        _announce([job for job in jobs if job is not None])
+        for number, one, job in zip(part.numbers, part.ready, jobs, strict=True):
+            answers[number] = _answer(one) if job is None else Started(job, True)
+    return answers
+
+
+def _parts(ready: list[_Ready], numbers: list[int]) -> deque[_Part]:
+    """In the order of their keys; what can be done for a part while another is inserted is left for then."""
+    if any(one.idempotency_key is not None or one.lock_key is not None for one in ready):
+        order = sorted(range(len(ready)), key=lambda place: _lock_order(ready[place]))
+        ready, numbers = [ready[place] for place in order], [numbers[place] for place in order]
+    parts: deque[_Part] = deque()
     for begin in range(0, len(ready), MANY):
         part = ready[begin : begin + MANY]
-        try:
-            with _refusing_deleted_users(None):
-                inserted = store.insert_many([one.new for _, one in part])
-        except InvalidInput:
-            inserted = {}  # one by one, so that the others need not suffer for it
-        _announce([(one.kind, inserted[one.new.id]) for _, one in part if one.new.id in inserted])
-        for number, one in part:
-            job = inserted.get(one.new.id)
-            answers[number] = Started(job, True) if job else _answer(one)
-    return [answers[number] for number in sorted(answers)]
+        new_jobs = store.NewJobs(map(_sealed, part))
+        parts.append(_Part(numbers[begin : begin + MANY], part, new_jobs))
+    return parts
 
 
 def get(job_id: UUID | str, *, scope: Scope | AllScopes | None = None) -> Job | None:
@@ -544,32 +572,31 @@ def _start(ready: _Ready) -> Started:
     if earlier is not None:
         return earlier
     for _ in range(ATTEMPTS_AT_A_FREED_KEY):
-        with _refusing_deleted_users(ready.new.created_by):
-            job = store.insert(ready.new)
+        try:
+            job = store.insert(ready)
+        except IntegrityError as error:
+            if not _is_of_a_deleted_user(error):
+                raise
+            raise InvalidInput(
+                "created_by",
+                ready.created_by,
+                "is a user that has been deleted",
+                "Pass a saved user, or None.",
+            ) from error
         if job is not None:
-            _announce([(ready.kind, job)])
+            _announce([job])
             return Started(job, True)
         explained = _explain(ready)
         if explained is not None:
             return explained
-    if ready.new.lock_key is not None:
-        raise LockKeyHeld(ready.new.lock_key, None)
-    raise DurableJobsError(
-        f"Job {ready.new.id} was not inserted, and no key explains it: its id exists already."
-    )
+    if ready.lock_key is not None:
+        raise LockKeyHeld(ready.lock_key, None)
+    raise DurableJobsError(f"Job {ready.id} was not inserted, and no key explains it: its id exists already.")
 
 
-@contextmanager
-def _refusing_deleted_users(user_id: Any) -> Iterator[None]:
+def _is_of_a_deleted_user(error: IntegrityError) -> bool:
     """The user is the one row that a new job points to; in a caller's transaction its commit is the judge."""
-    try:
-        yield
-    except IntegrityError as error:
-        if "foreign key" not in str(error).lower():
-            raise
-        raise InvalidInput(
-            "created_by", user_id, "is a user that has been deleted", "Pass a saved user, or None."
-        ) from error
+    return "foreign key" in str(error).lower()
 
 
 def _answer(ready: _Ready) -> Started | DurableJobsError:
@@ -581,18 +608,17 @@ def _answer(ready: _Ready) -> Started | DurableJobsError:
 
 def _explain(ready: _Ready) -> Started | None:
     """Whose key was in the way: idempotency before lock. None when it has been freed meanwhile."""
-    new = ready.new
-    scope = Scope(new.tenant, new.organization)
-    if new.idempotency_key is not None:
-        earlier = store.by_idempotency_key(new.kind, new.idempotency_key, scope)
+    scope = Scope(ready.tenant, ready.organization)
+    if ready.idempotency_key is not None:
+        earlier = store.by_idempotency_key(ready.kind, ready.idempotency_key, scope)
         if earlier is not None:
-            return _repeated(new, earlier)
-    if new.lock_key is not None:
-        holder = store.by_lock_key(new.lock_key, scope)
+            return _repeated(ready, earlier)
+    if ready.lock_key is not None:
+        holder = store.by_lock_key(ready.lock_key, scope)
         if holder is not None:
             if ready.if_locked == "return":
                 return Started(holder, False)
-            raise LockKeyHeld(new.lock_key, holder.id)
+            raise LockKeyHeld(ready.lock_key, holder.id)
     return None
 
 
@@ -605,29 +631,32 @@ def _repeated(new: NewJob, earlier: Job) -> Started:
 
 def _under_an_old_name(ready: _Ready) -> Started | None:
     """The job that this key made before its kind was renamed: the index knows the kind's present name alone."""
-    new = ready.new
-    if new.idempotency_key is None:
+    if ready.idempotency_key is None:
         return None
-    for alias in ready.kind.aliases:
-        earlier = store.by_idempotency_key(alias, new.idempotency_key, Scope(new.tenant, new.organization))
+    for alias in ready.known.aliases:
+        earlier = store.by_idempotency_key(
+            alias, ready.idempotency_key, Scope(ready.tenant, ready.organization)
+        )
         if earlier is not None:
-            return _repeated(new, earlier)
+            return _repeated(ready, earlier)
     return None
 
 
-def _announce(started: list[tuple[Kind, Job]]) -> None:
-    if not started:
+def _announce(jobs: list[Job]) -> None:
+    if not jobs:
         return
     transport, told = transports.current(), set()
-    for _, job in started:
+    for job in jobs:
         if job.status == _PENDING:
             route = (job.queue_name, job.kind, job.priority)
             if not transport.transactional or route not in told:
                 told.add(route)
                 transport.publish(job)
         log("job_created", job, queue=job.queue_name)
-    jobs = [job for _, job in started]
-    transaction.on_commit(partial(_tell_created, jobs), using=database.alias(), robust=True)
+    connection = database.connection()
+    # A receiver may still come before the commit of an open transaction; where none is open it would be asked now.
+    if signals.job_created.receivers or connection.in_atomic_block or not connection.autocommit:
+        transaction.on_commit(partial(_tell_created, jobs), using=connection.alias, robust=True)
 
 
 def _tell_created(jobs: list[Job]) -> None:
@@ -642,7 +671,6 @@ def _lock_order(new: NewJob) -> tuple[str, ...]:
         new.kind if new.idempotency_key else "",
         new.idempotency_key or "",
         new.lock_key or "",
-        str(new.id),
     )
 
 
@@ -667,11 +695,10 @@ class _Terms(NamedTuple):
 
     scope: Scope
     longest_input: int
-    longest_meta: int
 
     @classmethod
     def now(cls) -> _Terms:
-        return cls(Scope(config.DEFAULT_TENANT), config.MAX_INPUT_BYTES, config.MAX_META_BYTES)
+        return cls(Scope(config.DEFAULT_TENANT), config.MAX_INPUT_BYTES)
 
 
 def _prepare_row(terms: _Terms, row: Mapping[str, Any]) -> _Ready:
@@ -721,26 +748,34 @@ def _prepare(
         )
     if if_locked not in ("raise", "return"):
         raise InvalidInput("if_locked", if_locked, "is unknown", 'Use "raise" or "return".')
-    new = NewJob(
-        id=uuid7(),
+    return _Ready(
+        id=_NOT_YET,
         kind=known.name,
         status=_HELD if hold else _PENDING,
         tenant=owner.tenant,
         organization=owner.organization,
         queue=_queue(known, queue),
         input=text,
-        input_sha256=jsontext.sha256(text),
-        created_by=_user_id("created_by", created_by),
-        meta=_meta(meta, terms.longest_meta),
-        idempotency_key=_key("idempotency_key", idempotency_key),
-        lock_key=_key("lock_key", lock_key),
+        input_sha256=None,
+        created_by=None if created_by is None else _user_id("created_by", created_by),
+        meta=None if meta is None else _meta(meta),
+        idempotency_key=None if idempotency_key is None else _key("idempotency_key", idempotency_key),
+        lock_key=None if lock_key is None else _key("lock_key", lock_key),
         subject_type=subject_type,
         subject_id=subject_id,
         priority=_priority(priority),
         run_at=run_at,
         delay=delay,
+        known=known,
+        if_locked=if_locked,
     )
-    return _Ready(new, known, if_locked)
+
+
+def _sealed(ready: _Ready) -> _Ready:
+    """With its id and the hash of its input: what is never refused."""
+    if ready.id is _NOT_YET:
+        ready.id, ready.input_sha256 = uuid7(), jsontext.sha256(ready.input or "")
+    return ready
 
 
 def _pause_of(queue: str, kind: str, tenant: str) -> dict[str, str]:
@@ -884,15 +919,13 @@ def _queue(kind: Kind, value: object) -> str:
     return value
 
 
-def _meta(value: object, longest: int) -> str | None:
-    if value is None:
-        return None
+def _meta(value: object) -> str:
     if not isinstance(value, Mapping):
         raise InvalidInput(
             "meta", value, "is not a mapping of labels", 'Pass a dict such as {"source": "cron"}.'
         )
     labels = value if isinstance(value, dict) else dict(value)
-    return jsontext.encode(labels, field="meta", limit=longest)
+    return jsontext.encode(labels, field="meta", limit=config.MAX_META_BYTES)
 
 
 def _seconds(field: str, value: object, most: float) -> float:

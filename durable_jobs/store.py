@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 from uuid import UUID
@@ -196,7 +196,7 @@ _TYPES: dict[str, str] = {
     "error_class": "text", "code": "text", "error_type": "text", "error_message": "text",
     "parked": "boolean", "mirrored": "boolean", "forced": "boolean", "restart": "boolean",
     "queues": "text[]", "kinds": "text[]", "priorities": "int[]", "floors": "timestamptz[]",
-    "probes": "json", "manual": "text", "leases": "json", "rows": "json", "shared": "json", "known": "uuid[]", "batch": "int",
+    "probes": "json", "manual": "text", "leases": "json", "known": "uuid[]", "batch": "int",
     "idle": "text", "actor": "text", "actor_id": "text", "reason": "text", "event": "text",
     "operation_id": "text", "traceback": "text", "data": "jsonb", "release": "text", "suspects": "boolean",
     "host": "text", "pid": "int", "concurrency": "int", "queue_job_id": "text", "any": "boolean",
@@ -212,7 +212,7 @@ class _Types(dict[str, str]):
     """The user's key has the type of the project's user model, known only once apps are ready."""
 
     def __missing__(self, name: str) -> str:
-        if name == "user":
+        if name in ("user", "created_by"):
             return _user_type()
         raise KeyError(name)
 
@@ -353,14 +353,17 @@ _INSERT_COLUMNS = """(id, kind, status, tenant_id, organization_id, queue_name, 
     created_at, updated_at, next_run_at, pending_since)"""
 
 # One moment for all columns of the row: what is not read back is known.
-_INSERT = _statement(f"""
+_INSERT = _statement(
+    f"""
     INSERT INTO {{job}} {_INSERT_COLUMNS}
     SELECT :id, :kind, :status, :tenant, :organization, :queue, :input, :input_sha256,
         :user, :meta, :idempotency_key, :lock_key, :subject_type, :subject_id, :progress_job_id, :priority,
         m.now, m.now, CASE WHEN :status = 'pending' THEN coalesce(:run_at, {{after :delay}}) END,
         CASE WHEN :status = 'pending' THEN m.now END
     FROM (SELECT {{now}} AS now) AS m WHERE true
-    ON CONFLICT DO NOTHING RETURNING created_at, next_run_at, meta""")
+    ON CONFLICT DO NOTHING RETURNING created_at, next_run_at, meta""",
+    "SELECT 1",
+)
 
 _MANY_NAMES = ("id", "kind", "status", "tenant", "organization", "queue", "input", "input_sha256",
                "created_by", "meta", "idempotency_key", "lock_key", "subject_type", "subject_id",
@@ -368,31 +371,42 @@ _MANY_NAMES = ("id", "kind", "status", "tenant", "organization", "queue", "input
 _MANY_VALUES = attrgetter(*_MANY_NAMES)
 
 
-def _insert_many_postgresql() -> str:
-    """What the rows have in common is sent once. A microsecond lies between one row and the next.
+@cache
+def _insert_together(apart: tuple[str, ...]) -> Statement:
+    """For PostgreSQL: what the rows have in common is sent once, an array for each of the columns in which they differ."""
+    types = _Types(_TYPES | {f"each_{name}": "json" for name in apart})
+    return Statement(_insert_many_postgresql(apart), "SELECT 1", types=types, snippets=_snippets)
+
+
+def _insert_many_postgresql(apart: tuple[str, ...]) -> str:
+    """A microsecond lies between one row and the next.
 
     Without it rows of one priority would come due together, and run in any order.
     """
-    types = {name: _TYPES.get(name, "text") for name in _MANY_NAMES} | {"meta": "text"}
-    declared = ", ".join(f"{name} {type_}" for name, type_ in types.items())
-    both = ", ".join(f"coalesce(r.{name}, s.{name}) AS {name}" for name in _MANY_NAMES)
+    types = _Types(_TYPES)
+    arrays = "".join(f", json_array_elements_text(:each_{name})" for name in apart)
+    columns = ", ".join(("id", *apart, "n"))
+    values = ", ".join(
+        f"r.{name}::{types[name]} AS {name}" if name in apart else f":{name} AS {name}"
+        for name in _MANY_NAMES
+        if name != "id"
+    )
     return f"""
     WITH moment AS MATERIALIZED (SELECT {{now}} AS now),
     made AS (
         INSERT INTO {{job}} {_INSERT_COLUMNS}
         SELECT g.id, g.kind, g.status, g.tenant, g.organization, g.queue, g.input, g.input_sha256,
-            g.created_by::{_user_type()}, g.meta::jsonb, g.idempotency_key, g.lock_key, g.subject_type,
+            g.created_by, g.meta, g.idempotency_key, g.lock_key, g.subject_type,
             g.subject_id, g.progress_job_id, g.priority, g.now, g.now,
             CASE WHEN g.status = 'pending' THEN coalesce(g.run_at, g.now + make_interval(secs => g.delay)) END,
             CASE WHEN g.status = 'pending' THEN g.now END
         FROM (
-            SELECT r.n, m.now - (:batch - r.n) * interval '1 microsecond' AS now, {both}
-            FROM json_to_recordset(:rows) AS r(n int, {declared}), json_to_record(:shared) AS s({declared}),
-                moment m
+            SELECT r.n, m.now - (:batch - r.n) * interval '1 microsecond' AS now, r.id, {values}
+            FROM ROWS FROM (unnest(:ids){arrays}) WITH ORDINALITY AS r({columns}), moment m
         ) AS g ORDER BY g.n
         ON CONFLICT DO NOTHING RETURNING id, meta
     )
-    SELECT (SELECT now FROM moment), json_agg(id)::text,
+    SELECT (SELECT now FROM moment), count(*), json_agg(id)::text,
         (json_object_agg(id, meta) FILTER (WHERE meta IS NOT NULL))::text
     FROM made"""
 
@@ -405,6 +419,22 @@ _MANY_COLUMNS = {name: name for name in _MANY_NAMES if name not in ("run_at", "d
 
 
 @cache
+def _insert_given(names: tuple[str, ...], first_run: str | None) -> Statement:
+    """For SQLite, of the columns that have a value, with the row's first run as an expression; None: it is held."""
+    values = {_MANY_COLUMNS[name]: f":{name}" for name in names} | {
+        "created_at": "m.now",
+        "updated_at": "m.now",
+    }
+    if first_run is not None:
+        values |= {"next_run_at": first_run, "pending_since": "m.now"}
+    text = f"""
+    INSERT INTO {{job}} ({", ".join(values)}) SELECT {", ".join(values.values())}
+    FROM (SELECT {{now}} AS now) AS m WHERE true
+    ON CONFLICT DO NOTHING RETURNING created_at, next_run_at, meta"""
+    return _statement("SELECT 1", text)
+
+
+@cache
 def _insert_each(names: tuple[str, ...]) -> Statement:
     """For SQLite, of the columns that any row has a value for: each that is bound takes its time for each row."""
     columns = ", ".join(_MANY_COLUMNS[name] for name in names)
@@ -413,7 +443,6 @@ def _insert_each(names: tuple[str, ...]) -> Statement:
     return _statement("SELECT 1", text)
 
 
-_insert_many: list[Statement] = []
 _PENDING = Status.PENDING.value
 _BEFORE_MANY = _statement("SELECT {now}, 0", "SELECT {now}, coalesce(max(rowid), 0) FROM {job}")
 _ADDED_SINCE = _statement(
@@ -1145,59 +1174,107 @@ def insert(new: NewJob) -> Job | None:
     """
     using = database.alias()
     connection = connections[using]
-    write = partial(_INSERT.run, connection, user=new.created_by, **_new_columns(new))
-    alone = connection.vendor == "sqlite" and not connection.in_atomic_block
-    rows = database.in_a_turn(using, write) if alone else write()
+    if connection.vendor == "sqlite":
+        write = _writing(connection, new)
+        rows = write() if connection.in_atomic_block else database.in_a_turn(using, write)
+    else:
+        rows = _INSERT.run(connection, user=new.created_by, **_new_columns(new))
     if not rows:
         return None
-    created_at, next_run_at, meta = rows[0]
-    return _maker(connection)(
-        new,
-        database.moment_of(connection, created_at),
-        None if next_run_at is None else database.moment_of(connection, next_run_at),
-        None if meta is None else json.loads(meta),
-    )
+    created, first_run, meta = rows[0]
+    created_at = database.moment_of(connection, created)
+    if first_run == created:
+        first_run = created_at
+    elif first_run is not None:
+        first_run = database.moment_of(connection, first_run)
+    loader = database.loader(Job, connection)
+    labels = None if meta is None else json.loads(meta)
+    job: Job = loader.maker(using)(_add_decided(loader.defaults | _known(new), created_at, first_run, labels))
+    return job
 
 
-def insert_many(rows: Sequence[NewJob]) -> dict[UUID, Job]:
+def _writing(connection: BaseDatabaseWrapper, new: NewJob) -> Callable[[], list[tuple[Any, ...]]]:
+    """SQLite's statement for this row: each value that is bound takes its time, and most are NULL."""
+    values = {
+        name: value for name, value in zip(_MANY_NAMES, _MANY_VALUES(new), strict=True) if value is not None
+    }
+    run_at, delay = values.pop("run_at", None), values.pop("delay")
+    names, first_run = tuple(values), None
+    if new.status == _PENDING:
+        first_run = ":run_at" if run_at else "{after :delay}" if delay else "m.now"
+    return partial(_insert_given(names, first_run).run, connection, run_at=run_at, delay=delay, **values)
+
+
+class NewJobs:
+    """Rows of one `insert_many`, which may still have to be made; what needs no database can be done ahead."""
+
+    def __init__(self, rows: Iterable[NewJob]) -> None:
+        self._rows = rows
+
+    @cached_property
+    def rows(self) -> Sequence[NewJob]:
+        """In the order of their keys: two statements that take the same keys in opposite order deadlock."""
+        rows = list(self._rows)
+        if any(new.idempotency_key is not None or new.lock_key is not None for new in rows):
+            rows.sort(key=_by_key)
+        return rows
+
+    def make_ready(self) -> None:
+        """Do now what needs no database (PostgreSQL)."""
+        _ = self.sent
+
+    @cached_property
+    def sent(self) -> tuple[Statement, dict[str, Any]]:
+        """The statement for PostgreSQL, and its values."""
+        columns, count = _columns(self.rows), len(self.rows)
+        ids = ",".join([job_id.hex for job_id in columns.pop("id")])
+        shared = {name: column[0] for name, column in columns.items() if column.count(column[0]) == count}
+        apart = tuple(name for name in columns if name not in shared)
+        each = {f"each_{name}": json.dumps(columns[name], default=_as_json) for name in apart}
+        return _insert_together(apart), {"batch": count, "ids": f"{{{ids}}}", **shared, **each}
+
+
+def insert_many(rows: Sequence[NewJob] | NewJobs, following: NewJobs | None = None) -> dict[UUID, Job]:
     """→ pending or held, many in one statement; what met a taken key is missing from the answer.
 
-    They are inserted in the order of their keys: two statements that take the same keys in opposite order
-    deadlock. So would two transactions that call this twice.
+    While the server inserts them, `following` are made ready. Two transactions that call this twice can deadlock.
     """
-    if any(new.idempotency_key is not None or new.lock_key is not None for new in rows):
-        rows = sorted(rows, key=_by_key)
-    if not _insert_many:
-        _insert_many.append(_statement(_insert_many_postgresql(), "SELECT 1"))
+    new_jobs = rows if isinstance(rows, NewJobs) else NewJobs(rows)
     with _joining(database.alias()) as connection:
-        if not rows:
+        if not new_jobs.rows:
             return {}
         if connection.vendor == "postgresql":
-            return _insert_many_at_once(connection, rows)
-        return _insert_many_in_turn(connection, rows)
+            return _insert_many_at_once(connection, new_jobs, following)
+        return _insert_many_in_turn(connection, new_jobs.rows)
 
 
-def _insert_many_at_once(connection: BaseDatabaseWrapper, rows: Sequence[NewJob]) -> dict[UUID, Job]:
+def _insert_many_at_once(
+    connection: BaseDatabaseWrapper, new_jobs: NewJobs, following: NewJobs | None
+) -> dict[UUID, Job]:
     """PostgreSQL: one statement, which answers its moment and the ids that were inserted."""
-    columns = _columns(rows)
-    ids = [str(job_id) for job_id in columns.pop("id")]
-    shared = {name: column[0] for name, column in columns.items() if column.count(column[0]) == len(rows)}
-    apart = {"n": range(1, len(rows) + 1), "id": ids}
-    apart |= {name: column for name, column in columns.items() if name not in shared}
-    sent = [dict(zip(apart, row, strict=True)) for row in zip(*apart.values(), strict=True)]
-    ((moment, made, metas),) = _insert_many[0].run(
-        connection,
-        batch=len(rows),
-        rows=json.dumps(sent, default=_as_json),
-        shared=json.dumps(shared, default=_as_json),
-    )
-    there = set(json.loads(made)) if made else set()
-    labels = json.loads(metas) if metas else {}
-    jobs, make = {}, _maker(connection)
-    for number, (id_text, new) in enumerate(zip(ids, rows, strict=True), 1):
-        if id_text in there:
-            created_at = moment - timedelta(microseconds=len(rows) - number)
-            jobs[new.id] = make(new, created_at, _first_run(new, created_at), labels.get(id_text))
+    loader, made_ready = database.loader(Job, connection), list[dict[str, Any]]()
+
+    def meanwhile() -> None:
+        defaults = loader.defaults
+        made_ready.extend(defaults | _known(new) for new in new_jobs.rows)
+        if following is not None:
+            following.make_ready()
+
+    statement, values = new_jobs.sent
+    if config.PIPELINE:
+        answer = statement.run_while(connection, meanwhile, **values)
+    else:
+        answer = statement.run(connection, **values)
+        meanwhile()
+    ((moment, count, made, metas),) = answer
+    rows, labels = new_jobs.rows, json.loads(metas) if metas else {}
+    there = None if count == len(rows) else set(json.loads(made or "[]"))
+    jobs, make, latest = {}, loader.maker(connection.alias), len(rows) - 1
+    for number, (new, attributes) in enumerate(zip(rows, made_ready, strict=True)):
+        if there is None or str(new.id) in there:
+            created_at = moment - timedelta(microseconds=latest - number)
+            meta = labels.get(str(new.id)) if labels else None
+            jobs[new.id] = make(_add_decided(attributes, created_at, _first_run(new, created_at), meta))
     return jobs
 
 
@@ -1221,19 +1298,20 @@ def _insert_many_in_turn(connection: BaseDatabaseWrapper, rows: Sequence[NewJob]
         if name in names:
             columns[name] = [database.plain(value) for value in columns[name]]
     count = _insert_each(names).run_each(connection, columns)
-    make, there = _maker(connection), None
+    loader, there = database.loader(Job, connection), None
     if count != len(rows):
         added = _ADDED_SINCE.run(connection, rowid=rowid, ids=[new.id for new in rows])
         there = {_uuid(row[0]) for row in added}
-    return {
-        new.id: make(new, moment, first_run, None if new.meta is None else json.loads(new.meta))
-        for new, first_run in zip(rows, first_runs, strict=True)
-        if there is None or new.id in there
-    }
+    jobs, defaults, make = {}, loader.defaults, loader.maker(connection.alias)
+    for new, first_run in zip(rows, first_runs, strict=True):
+        if there is None or new.id in there:
+            meta = None if new.meta is None else json.loads(new.meta)
+            jobs[new.id] = make(_add_decided(defaults | _known(new), moment, first_run, meta))
+    return jobs
 
 
 def _columns(rows: Sequence[NewJob]) -> dict[str, Sequence[Any]]:
-    return dict(zip(_MANY_NAMES, zip(*map(_MANY_VALUES, rows), strict=True), strict=True))
+    return {name: list(map(attrgetter(name), rows)) for name in _MANY_NAMES}
 
 
 def _first_run(new: NewJob, created_at: datetime) -> datetime | None:
@@ -1244,40 +1322,38 @@ def _first_run(new: NewJob, created_at: datetime) -> datetime | None:
     return created_at + timedelta(seconds=new.delay) if new.delay else created_at
 
 
-def _maker(connection: BaseDatabaseWrapper) -> Callable[[NewJob, datetime, datetime | None, Any], Job]:
-    """Gives the job as its row now is: what was inserted, and in every other column its default."""
-    make = database.loader(Job, connection).maker(connection.alias)
+def _known(new: NewJob) -> dict[str, Any]:
+    """Of the new job's attributes what its row is given."""
+    return {
+        "id": new.id,
+        "kind": new.kind,
+        "status": new.status,
+        "tenant_id": new.tenant,
+        "organization_id": new.organization,
+        "created_by_id": new.created_by,
+        "input_text": new.input,
+        "input_sha256": new.input_sha256,
+        "idempotency_key": new.idempotency_key,
+        "lock_key": new.lock_key,
+        "subject_type": new.subject_type,
+        "subject_id": new.subject_id,
+        "progress_job_id": new.progress_job_id,
+        "queue_name": new.queue,
+        "priority": new.priority,
+    }
 
-    def made(new: NewJob, created_at: datetime, next_run_at: datetime | None, meta: Any) -> Job:
-        if next_run_at is not None and next_run_at.tzinfo is not created_at.tzinfo:
-            next_run_at = next_run_at.astimezone(created_at.tzinfo)
-        job: Job = make(
-            {
-                "id": new.id,
-                "kind": new.kind,
-                "status": new.status,
-                "tenant_id": new.tenant,
-                "organization_id": new.organization,
-                "created_by_id": new.created_by,
-                "created_at": created_at,
-                "updated_at": created_at,
-                "input_text": new.input,
-                "input_sha256": new.input_sha256,
-                "meta": meta,
-                "idempotency_key": new.idempotency_key,
-                "lock_key": new.lock_key,
-                "subject_type": new.subject_type,
-                "subject_id": new.subject_id,
-                "progress_job_id": new.progress_job_id,
-                "queue_name": new.queue,
-                "priority": new.priority,
-                "next_run_at": next_run_at,
-                "pending_since": created_at if new.status == _PENDING else None,
-            }
-        )
-        return job
 
-    return made
+def _add_decided(
+    attributes: dict[str, Any], created_at: datetime, next_run_at: datetime | None, meta: Any
+) -> dict[str, Any]:
+    """And what the database has decided."""
+    if next_run_at is not None and next_run_at.tzinfo is not created_at.tzinfo:
+        next_run_at = next_run_at.astimezone(created_at.tzinfo)
+    attributes["created_at"] = attributes["updated_at"] = created_at
+    attributes["next_run_at"] = next_run_at
+    attributes["pending_since"] = created_at if attributes["status"] == _PENDING else None
+    attributes["meta"] = meta
+    return attributes
 
 
 def _by_key(new: NewJob) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ RIGHT = {
     "GROUP_HOOKS": [True, False],
     "DIRECT_STATEMENTS": [True, False],
     "PREPARE": [True, False],
+    "PIPELINE": [True, False],
     "MAX_INPUT_BYTES": [2, 10 * 1024 * 1024],
     "MAX_RESULT_BYTES": [2, 10 * 1024 * 1024],
     "MAX_CHECKPOINT_BYTES": [2, 10 * 1024 * 1024],
@@ -79,6 +80,7 @@ WRONG = {
     "GROUP_HOOKS": [None, 0, 1, "true", []],
     "DIRECT_STATEMENTS": [None, 0, 1, "true", []],
     "PREPARE": [None, 0, 1, "true", []],
+    "PIPELINE": [None, 0, 1, "true", []],
     "MAX_INPUT_BYTES": [*NO_NUMBERS, 0, 1, 1024.0],
     "MAX_RESULT_BYTES": [*NO_NUMBERS, 0, 1, 1024.0],
     "MAX_CHECKPOINT_BYTES": [*NO_NUMBERS, 0, 1, 1024.0],
@@ -106,7 +108,7 @@ class TestReading:
             assert (config.STALLED_AFTER, config.NOTIFY_DEBOUNCE) == (900.0, 0.05)
             assert (config.LISTEN, config.LISTEN_DSN) == (True, None)
             assert (config.PREFETCH, config.GROUP_COMMIT) == (256, True)
-            assert (config.DIRECT_STATEMENTS, config.PREPARE) == (True, True)
+            assert (config.DIRECT_STATEMENTS, config.PREPARE, config.PIPELINE) == (True, True, True)
             assert (config.MAX_INPUT_BYTES, config.MAX_RESULT_BYTES) == (1_048_576, 1_048_576)
             assert (config.MAX_CHECKPOINT_BYTES, config.MAX_META_BYTES) == (262_144, 16_384)
             assert (config.RELEASE, config.DEFAULT_QUEUE) == ("", "default")

@@ -26,7 +26,7 @@ from django.utils.functional import SimpleLazyObject
 from django.utils.safestring import mark_safe
 from django.utils.translation import gettext_lazy
 
-from durable_jobs import jsontext, kinds, service, store, transports
+from durable_jobs import jsontext, kinds, service, signals, store, transports
 from durable_jobs.exceptions import (
     Busy,
     DurableJobsError,
@@ -741,6 +741,28 @@ class TestRaces:
         assert Job.objects.count() == 150
 
 
+def varied_rows(user: Any) -> list[dict[str, Any]]:
+    """With keys that meet each other, and rows that are refused at the door."""
+    rows: list[dict[str, Any]] = []
+    for number in range(160):
+        row: dict[str, Any] = {"kind": KIND, "input": number}
+        match number % 8:
+            case 1:
+                row |= {"idempotency_key": f"k{number % 48}", "priority": 3}
+            case 2:
+                row |= {"lock_key": f"l{number % 80}", "if_locked": "return" if number % 3 else "raise"}
+            case 3:
+                row |= {"meta": {"é": [1.0, None]}, "created_by": user}
+            case 4:
+                row |= {"run_after": timedelta(hours=1), "queue": "q", "scope": Scope("acme", "north")}
+            case 5:
+                row |= {"hold": True}
+            case 6:
+                row |= {"priority": 101} if number % 3 else {"kind": "nobody.knows"}
+        rows.append(row)
+    return rows
+
+
 class TestStartMany:
     def test_each_row_has_its_answer_in_its_place(self) -> None:
         """F5"""
@@ -812,6 +834,42 @@ class TestStartMany:
         assert [answer.job.input for answer in answers] == list(range(1200))  # type: ignore[union-attr]
         assert all(answer.created for answer in answers)  # type: ignore[union-attr]
         assert Job.objects.count() == 1200
+
+    @pytest.mark.parametrize("together", [True, False], ids=["in a transaction", "alone"])
+    def test_both_ways_leave_the_same_rows(
+        self, together: bool, settings: Any, anna: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With PIPELINE and without it: the same rows, answers and announcements, refusals in their midst."""
+        monkeypatch.setattr(service, "MANY", 50)
+        left = []
+        for pipeline in (True, False):
+            settings.DURABLE_JOBS = {"PIPELINE": pipeline}
+            told: list[Any] = []
+
+            def hear(sender: Any, job: Job, told: list[Any] = told, **more: Any) -> None:
+                told.append((job.input, connection.in_atomic_block))
+
+            signals.job_created.connect(hear)
+            try:
+                with transaction.atomic() if together else contextlib.nullcontext():
+                    answers = start_many(varied_rows(anna))
+            finally:
+                signals.job_created.disconnect(hear)
+            jobs = list(Job.objects.order_by("input_text"))
+            same = {"id", "created_at", "updated_at", "pending_since", "next_run_at"}
+            said = [
+                (answer.created, answer.job.input) if isinstance(answer, tuple) else answer.code
+                for answer in answers
+            ]
+            left.append(([columns(job, *same) for job in jobs], said, told))
+            with connection.cursor() as cursor:
+                cursor.execute("DELETE FROM durable_jobs_job")
+        assert left[0] == left[1]
+        _, said, told = left[0]
+        assert {"E_JOB_INPUT_INVALID", "E_JOB_IDEMPOTENCY_CONFLICT", "lock_key_held"} <= {
+            one for one in said if isinstance(one, str)
+        }
+        assert len(told) == sum(one[0] for one in said if isinstance(one, tuple))
 
     def test_no_rows_are_no_jobs(self) -> None:
         assert start_many([]) == []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from django.db import connection, transaction
+from django.db import DatabaseError, IntegrityError, connection, transaction
 from django.db.models.signals import post_init
 
 from durable_jobs import store
@@ -250,6 +252,48 @@ def test_many_come_due_in_their_order() -> None:
     if connection.vendor == "postgresql":
         assert len(set(due)) == len(due)
     assert max(due) <= store.now()
+
+
+PIPELINED = 1
+"""What libpq calls PQ_PIPELINE_ON."""
+
+
+@pytest.mark.postgres_only
+@pytest.mark.parametrize(
+    ("pipeline", "watched", "expected"), [(True, False, True), (False, False, False), (True, True, False)]
+)
+def test_what_follows_is_made_ready_while_the_server_inserts(
+    pipeline: bool, watched: bool, expected: bool, settings: Any, transactional_db: None
+) -> None:
+    """Whoever watches statements sees each of them end before anything else is done."""
+    settings.DURABLE_JOBS = {"PIPELINE": pipeline}
+    seen: list[bool] = []
+
+    def following() -> Iterator[NewJob]:
+        seen.append(connection.connection.pgconn.pipeline_status == PIPELINED)
+        yield new()
+
+    first, second = store.NewJobs([new(), new()]), store.NewJobs(following())
+    with connection.execute_wrapper(lambda execute, *given: execute(*given)) if watched else nullcontext():
+        assert len(store.insert_many(first, second)) == 2
+        assert seen == [expected]
+        assert len(store.insert_many(second)) == 1
+    assert Job.objects.count() == 3
+    assert not connection.in_atomic_block and connection.get_autocommit()
+
+
+@pytest.mark.parametrize("pipeline", [True, False], ids=["pipeline", "none"])
+@pytest.mark.parametrize("together", [True, False], ids=["in a transaction", "alone"])
+def test_rows_that_the_table_refuses_leave_nothing_and_a_connection_that_works(
+    together: bool, pipeline: bool, settings: Any, transactional_db: None
+) -> None:
+    settings.DURABLE_JOBS = {"PIPELINE": pipeline}
+    following = store.NewJobs([new()])
+    for wrong, error in ((new(input_sha256="0" * 63), IntegrityError), (new(priority=10**6), DatabaseError)):
+        with pytest.raises(error), transaction.atomic() if together else nullcontext():
+            store.insert_many(store.NewJobs([new(), wrong]), following)
+        assert not Job.objects.exists()
+    assert len(store.insert_many(following)) == 1
 
 
 def test_a_job_without_a_key_is_given_one_once() -> None:
