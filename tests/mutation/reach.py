@@ -24,7 +24,9 @@ BUILDERS = (
     "_sizes",
     "_user_type",
     "_statement",
+    "_insert_together",
     "_insert_many_postgresql",
+    "_insert_given",
     "_claim_next",
 )
 """They put texts together, once; whoever runs a statement with such a text may notice."""
