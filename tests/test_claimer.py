@@ -249,8 +249,13 @@ def test_a_sweep_waits_for_twenty_times_its_last_duration(monkeypatch: pytest.Mo
 
 @pytest.mark.postgres_only
 @pytest.mark.parametrize("told", ["of one", "of two", "of none due", "of one, not waiting", "of anything"])
-def test_what_it_was_told_of_while_it_waited_is_claimed_alone(told: str) -> None:
-    """And at once; everything else, with the next claim."""
+def test_what_it_was_told_of_while_it_waited_is_claimed_alone(
+    told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before the list is made anew; everything else, with the next claim."""
+    sweeps: list[int] = []
+    routes = store.routes
+    monkeypatch.setattr(store, "routes", lambda: sweeps.append(1) or routes())
     claimer = Claimer(OWNER)
     assert claimer.claim(1) == []
     waiting = threading.Thread(target=claimer.wait, args=(60,))
@@ -269,8 +274,11 @@ def test_what_it_was_told_of_while_it_waited_is_claimed_alone(told: str) -> None
         claimer.heard(pair)
     if waiting.ident:
         waiting.join(60)
+    sweeps.clear()
+    claimer._sweep_at = 0.0
     claimed = claimer.claim(4)
     assert claimer.claims_singly is (told == "of one")
+    assert bool(sweeps) is (told != "of one")
     assert [job.priority for job in claimed] == ([0] if told == "of one" else [5, 0, 0])
     assert ids(claimed + claimer.claim(4)) == ids(jobs)
     assert not claimer.claims_singly

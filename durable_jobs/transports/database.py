@@ -351,15 +351,16 @@ class Claimer:
             return []
         if database.connection().vendor == "sqlite":
             return self._claim_on_sqlite(limit, suspects, ahead, quick)
-        self._sweep_if_due()
-        probes = self._probes()
         told = self._told_of()
-        alone = [probe for probe in probes if probe[:3] == told] if limit > 0 else []
-        # The statement for a page of jobs takes longer than all else from commit to step.
+        alone = self._probes_at([told]) if told is not None and limit > 0 else []
+        # The list is made anew, and all else looked at, by the next claim: that takes as long as from commit to step.
         claimed = self._ask(alone, 1, suspects, 0, ()) if alone else []
         self.claims_singly = bool(claimed)
-        if not claimed and probes != alone:
-            claimed = self._ask(probes, limit, suspects, ahead, quick)
+        if not claimed:
+            self._sweep_if_due()
+            probes = self._probes()
+            if probes and probes != alone:
+                claimed = self._ask(probes, limit, suspects, ahead, quick)
         return [one.job for one in claimed]
 
     def _ask(
@@ -475,9 +476,13 @@ class Claimer:
         now = time.monotonic()
         with self._guard:
             due = [pair for pair, moment in self._due_at.items() if moment is None or moment <= now]
+        return self._probes_at(due)
+
+    def _probes_at(self, pairs: Iterable[Pair]) -> list[Probe]:
+        with self._guard:
             return [
                 Probe(*pair, self._floors.get(pair), kind.lease_seconds)
-                for pair in due
+                for pair in pairs
                 if (kind := self._kind(pair.kind)) is not None
             ]
 
