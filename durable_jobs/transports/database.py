@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from datetime import datetime, timedelta
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from django.db import connections, transaction
@@ -113,6 +114,20 @@ def _notify(connection: Any, message: Any) -> None:
     """`[queue, kind, priority]`: due; `{"cancel": owner}`: look at your leases; `null`: look at everything."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_notify(%s, %s)", [CHANNEL, json.dumps(message, ensure_ascii=False)])
+
+
+@lru_cache(maxsize=1_000)
+def _read(payload: str) -> Pair | str | None:
+    """What is due (None: anything), or the owner who is to look at his leases."""
+    try:
+        message = json.loads(payload)
+        if isinstance(message, dict):
+            return str(message["cancel"])
+        queue, kind, priority = message
+        return Pair(str(queue), str(kind), int(priority))
+    except (ValueError, TypeError, KeyError):
+        # From another release, or `null`: looking at everything is always right.
+        return None
 
 
 class _Trailer:
@@ -238,16 +253,11 @@ class Listener:
                     self._hear(notification.payload)
 
     def _hear(self, payload: str) -> None:
-        try:
-            message = json.loads(payload)
-            if isinstance(message, dict):
-                self._cancel(str(message["cancel"]))
-                return
-            queue, kind, priority = message
-            self._due(Pair(str(queue), str(kind), int(priority)))
-        except (ValueError, TypeError, KeyError):
-            # From another release, or `null`: looking at everything is always right.
-            self._due(None)
+        heard = _read(payload)
+        if isinstance(heard, str):
+            self._cancel(heard)
+        else:
+            self._due(heard)
 
     def _connect(self) -> Any:
         import psycopg
