@@ -15,9 +15,17 @@ OWNED = "the table lets only a running job have an owner"
 AGAIN = "the look that has just locked the row has asked it already; it stands here once more for a reader's peace"
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
+    ("store:_ASKED_TO_STOP", "c.status = 'running'", "1 = 1"): OWNED,
     ("store:_ANNOUNCE", "<", "<="): MOMENT,
     ("store:_CLAIM_LIMITED", "<=", "<"): MOMENT,
     ("store:_CLAIM_LIMITED", "AND c.next_run_at IS NOT NULL", ""): NOT_NULL,
+    ("store:_CLAIM_ONE", "<=", "<"): MOMENT,
+    ("store:_CLAIM_ONE", "AND c.next_run_at IS NOT NULL", ""): NOT_NULL,
+    (
+        "store:_CLAIM_ONE",
+        "AND {open}",
+        "",
+    ): "asked of each row as well; here it spares the walk over a paused backlog",
     ("store:_CLAIM_SIZES", "32", "33"): SIZES,
     ("store:_CLAIM_SIZES", "64", "65"): SIZES,
     ("store:_COMPLETE_MANY", "{job}.status = 'running'", "1 = 1"): OWNED,

@@ -14,6 +14,8 @@ from durable_jobs.models import Job
 from durable_jobs.store import Probe
 from tests.store.rows import (
     CLAIMER,
+    EPOCH,
+    ME,
     STATES,
     State,
     ago,
@@ -292,3 +294,33 @@ def test_a_suspect_is_left_out_when_told_so() -> None:
 def pause(**target: str) -> None:
     columns = {"queue_name": "", "kind": "", "tenant_id": "", "reason": "", "actor": "", "since": ago(1)}
     insert_raw({**columns, **target}, table="durable_jobs_pause")
+
+
+@pytest.mark.parametrize(
+    ("paused", "stops"),
+    [
+        ({}, False),
+        ({"queue": "q", "kind": "k", "tenant": "acme"}, True),
+        ({"queue": "q"}, True),
+        ({"kind": "k"}, True),
+        ({"tenant": "acme"}, True),
+        ({"queue": "other", "kind": "k", "tenant": "acme"}, False),
+        ({"queue": "q", "kind": "other", "tenant": "acme"}, False),
+        ({"queue": "q", "kind": "k", "tenant": "other"}, False),
+    ],
+    ids=str,
+)
+def test_an_owner_s_jobs_that_are_asked_to_stop_are_told(paused: dict[str, str], stops: bool) -> None:
+    """A cancel on the row or in the mailbox, and a pause; of nobody else's jobs, and of none that has ended."""
+    place = {"queue_name": "q", "kind": "k"}
+    rows = make_all([state for state in STATES if state.verdict is None], **place)
+    make_all([State("running", None, "both"), State("running")], **place, lease_owner="somebody else")
+    if paused:
+        store.pause(**paused, reason="r", actor="a")
+    mine = {state: job_id for state, job_id in rows.items() if state.base in ("running", "expired")}
+    told = store.asked_to_stop(ME)
+    assert {job_id for job_id, _, beat in told if beat.cancel} == {
+        job_id for state, job_id in mine.items() if state.request != "none"
+    }
+    assert {job_id for job_id, _, beat in told if beat.paused} == (set(mine.values()) if stops else set())
+    assert all(epoch == EPOCH and beat.mine and not beat.renewed for _, epoch, beat in told)
