@@ -23,7 +23,7 @@ from durable_jobs.store import Lease
 from tests.connections import OtherConnection
 from tests.postgres import Server, wait_until
 from tests.processes import Processes
-from tests.store.rows import post_letter
+from tests.store.rows import ago, insert_raw
 from tests.worker_kinds import KINDS
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -167,7 +167,8 @@ def test_a_file_that_changed_is_searched_for_requests_between_beats(quiet: Keepe
     if how == "cancel":
         service.cancel(hold.lease.job_id, actor="me", reason="r")
     elif how == "mail":
-        post_letter(hold.lease.job_id)
+        letter = {"requested_at": ago(0), "actor": "me", "actor_user_id": None, "reason": ""}
+        insert_raw({"job_id": hold.lease.job_id, **letter}, table="durable_jobs_cancelrequest")
     else:
         service.pause(queue="worker", reason="r", actor="me")
     assert hold.stop.wait(60)
