@@ -99,8 +99,10 @@ def test_two_hundred_jobs_by_four_workers(through: PgBouncer, worker: Any, liste
 
 def test_workers_see_by_themselves_that_a_pooler_is_there(through: PgBouncer, worker: Any) -> None:
     """Where Django's setting was forgotten they prepare nothing either, and no job counts a failure for it."""
-    started = [service.start(QUICK, number).job for number in range(200)]
+    started = [service.start(QUICK, number).job for number in range(100)]
     workers = [worker("--concurrency", "2", module="tests.settings", LISTEN=False) for _ in range(2)]
+    wait_until(lambda: WorkerProcess.objects.count() == 2, 30, workers[0].output)
+    started += [service.start(QUICK, number).job for number in range(100, 200)]
     wait_until(lambda: not unfinished(started), 60, f"{workers[0].output}\n{workers[1].output}")
     rows = Job.objects.filter(pk__in=[job.pk for job in started])
     assert set(rows.values_list("status", "attempts", "consecutive_failures")) == {("completed", 1, 0)}
