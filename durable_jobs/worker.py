@@ -74,7 +74,7 @@ PACE_WEIGHT: Final = 0.1
 GATHER_SECONDS: Final = 0.005
 LONGEST_ENDED: Final = 0.02
 """Seconds that an end waits for others, while slice threads are at it, until the claiming thread completes it."""
-MOST_ENDED: Final = 4 * MOST_TOGETHER
+MOST_ENDED: Final = 2 * MOST_TOGETHER
 """With so many that have ended and are not completed, no others are begun."""
 BEGIN_SECONDS: Final = 0.001
 
@@ -567,7 +567,8 @@ class Worker:
                     self._run_task(task)
                 finally:
                     together = self._note_end(task)
-                    if self._inbox.qsize() <= self._low:
+                    # For every job it would be a fight for the interpreter: when there is room, and for the first end.
+                    if self._inbox.qsize() <= self._low or len(self._ended) == 1:
                         self.claimer.wake()
                 if together:
                     self._lead(together)
@@ -603,10 +604,13 @@ class Worker:
         except BaseException as error:
             # What has not gone through waits again: the claiming thread meets the same, and tells it.
             self._unled_until = time.monotonic() + LONGEST_UNBEGUN
-            tell(logger, logging.DEBUG, "completions_wait", str(error), owner=self.owner)
+            with suppress(Exception):
+                tell(logger, logging.DEBUG, "completions_wait", str(error), owner=self.owner)
             own_connection.close()
+            # Only here: else it has been emptied already, and may be another thread's by now.
+            with self._guard:
+                self._led = []
         finally:
-            self._led = []
             self.claimer.wake()
 
     def _run_task(self, task: Task) -> None:
@@ -625,7 +629,9 @@ class Worker:
                 task.hold.observe(lost=True)
                 self.keeper.hold(task.hold)
             facts = {"job_id": task.job.id, "epoch": task.lease.epoch}
-            tell(logger, logging.ERROR, "slice_broke", "the worker goes on", error=error, **facts)
+            # A handler of the project's log may raise: the thread goes on all the same.
+            with suppress(Exception):
+                tell(logger, logging.ERROR, "slice_broke", "the worker goes on", error=error, **facts)
         finally:
             # The runner has just looked at the jobs' own connection before it let the job finish.
             looked_at = task.finished is not None and not task.finished.is_over

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from collections import Counter
@@ -479,6 +480,55 @@ def test_the_thread_that_completes_goes_on_with_what_has_ended_meanwhile(
         GATE.set()
         wait_until(lambda: all(now(job).status == "completed" for job in jobs), 20, "not completed")
     assert by[before] == by[before - 1], "another one had to come for it"
+
+
+@pytest.mark.postgres_only
+def test_a_thread_that_completes_no_more_leaves_alone_what_another_completes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has found nothing more, and before it goes on another one has taken the lead."""
+    worker = Worker(queues=["fast"])
+    job, lease = running()
+    others = [Task(job, Hold(lease), suspect=False)]
+    monkeypatch.setattr(worker, "_complete", lambda together: None)
+
+    class Guard:
+        """Another thread takes the lead as soon as this one has looked."""
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *error: object) -> None:
+            worker._led = others
+
+    worker._guard = Guard()  # type: ignore[assignment]
+    worker._lead([Task(job, Hold(lease), suspect=False)])
+    assert worker._led is others
+
+
+def test_what_has_ended_beside_a_full_inbox_wakes_the_claiming_thread(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quick jobs were claimed ahead; then they take long, and there is no room to claim for."""
+    settings.DURABLE_JOBS = {**settings.DURABLE_JOBS, "PREFETCH": 40}
+    monkeypatch.setattr("durable_jobs.worker.LOOK_SECONDS", 60.0)
+    begun, may_end = itertools.count(), threading.Semaphore(0)
+
+    def step(self: Fast, ctx: SliceContext) -> Done:
+        if next(begun) >= 10:
+            may_end.acquire(timeout=60)
+        return Done()
+
+    monkeypatch.setattr(Fast, "step", step)
+    for _ in range(80):
+        start()
+    with RunningHere(queues=["fast"], concurrency=2) as worker:
+        through = Job.objects.filter(status="completed")
+        wait_until(lambda: through.count() == 10 and worker._inbox.qsize() > worker._low > 0, 20, "not full")
+        may_end.release()
+        wait_until(lambda: through.count() == 11, 20, "it waits for a look around")
+        may_end.release(1000)
+        wait_until(lambda: through.count() == 80, 20, "not through")
 
 
 def test_a_drain_counts_what_a_slice_s_thread_has_just_put_back() -> None:
