@@ -1,7 +1,8 @@
 """A worker process: one thread claims, N threads run slices, others keep leases, listen and repair.
 
-Jobs of kinds without hooks that end together are completed in one transaction, by the claiming thread, which
-claims the next ones with it. Of kinds that end at once it claims more than can begin, so that no thread waits.
+Jobs of kinds without hooks that end together are completed in one transaction: a few by the claiming thread, which
+claims the next ones with it; on PostgreSQL many by a thread of its own, because a server does both at a time.
+Of kinds that end at once it claims more than can begin, so that no thread waits.
 
 It ends by draining: no more claims, running slices are asked to yield, what was claimed and not begun goes
 back. Whatever fails meanwhile, a step, the database or one of its own threads, does not end it.
@@ -73,7 +74,7 @@ MOST_TOGETHER: Final = 128
 PACE_WEIGHT: Final = 0.1
 GATHER_SECONDS: Final = 0.005
 LONGEST_ENDED: Final = 0.02
-"""Seconds that an end waits for others, while slice threads are at it, until the claiming thread completes it."""
+"""Seconds that an end waits for others, while others are at it, until the claiming thread completes it."""
 MOST_ENDED: Final = 2 * MOST_TOGETHER
 """With so many that have ended and are not completed, no others are begun."""
 BEGIN_SECONDS: Final = 0.001
@@ -133,13 +134,17 @@ class Worker:
         self.listener = Listener(self.claimer.heard, self._heard_cancel)
         self._stopping = threading.Event()
         self._draining = threading.Event()
+        self._is_over = False
         self._tasks: dict[Task, None] = {}
         self._guard = threading.Lock()
         self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._ended: deque[Task] = deque()
         """Finished and not yet completed; still leased."""
         self._led: list[Task] = []
-        """What a slice's thread completes just now, together."""
+        """What the thread of its own completes just now, together."""
+        self._enough = threading.Event()
+        """So many have ended that they are worth a transaction; or the end."""
+        self._completer: threading.Thread | None = None
         self._unled_until = 0.0
         self._pace: dict[str, float] = {}
         """Seconds that jobs of a kind take, by what they took lately."""
@@ -187,8 +192,9 @@ class Worker:
 
     @property
     def has_threads_left(self) -> bool:
-        """Whether slice threads still run after `run` has ended."""
-        return any(thread.is_alive() for thread in self._threads)
+        """Whether threads that run slices or complete them still do so after `run` has ended."""
+        left = [*self._threads, self._completer]
+        return any(thread is not None and thread.is_alive() for thread in left)
 
     def _heard_cancel(self, owner: str) -> None:
         if owner == self.owner:
@@ -241,6 +247,8 @@ class Worker:
         self._threads = [
             _started(f"durable-jobs-slice-{number}", self._serve) for number in range(1, self.concurrency + 1)
         ]
+        if self._leads and config.GROUP_COMMIT:
+            self._completer = _started("durable-jobs-ends", self._serve_ends)
         self._upkeep.start()
 
     def _tell_of_missing_kinds(self) -> None:
@@ -260,6 +268,7 @@ class Worker:
     def _end(self) -> None:
         self._upkeep.ask_to_stop()
         self._draining.set()
+        self._is_over = True
         self.listener.stop()
         for _ in self._threads:
             self._inbox.put(None)
@@ -268,6 +277,9 @@ class Worker:
         for thread in self._threads:
             if thread.name not in busy:
                 thread.join(max(0.0, deadline - time.monotonic()))
+        self._enough.set()
+        if self._completer is not None and not self._led:
+            self._completer.join(max(0.0, deadline - time.monotonic()))
         self._upkeep.join(deadline - time.monotonic())
         self.keeper.stop()
         try:
@@ -303,9 +315,9 @@ class Worker:
         self._look_around()
         self._let_ends_gather()
         ended = [] if self._are_led() else self._take_ended()
-        free = self.concurrency - len(self._running()) - bool(self._led)
+        free = self.concurrency - len(self._running())
         ahead, quick = self._room_ahead(free)
-        if len(self._ended) >= (MOST_ENDED if self._leads else MOST_TOGETHER):
+        if len(self._ended) >= (MOST_TOGETHER if self._completer is None else MOST_ENDED):
             # Far more ends wait than one transaction takes: no others are begun before they are through.
             free, ahead = min(free, 0), 0
         if free + ahead < 1:
@@ -379,20 +391,20 @@ class Worker:
 
     @property
     def _leads(self) -> bool:
-        """Whether one thread completes while another claims: a server does both at a time, SQLite does not."""
+        """Whether one thread completes while another claims: on SQLite one writes at a time."""
         return database.connection().vendor == "postgresql"
 
     def _are_led(self) -> bool:
-        """Whether slice threads complete what has ended, or soon will, so that the claiming thread need not."""
+        """Whether another thread completes what has ended, or soon will, so that the claiming thread need not."""
         with self._guard:
-            if not self._ended or not self._leads or time.monotonic() < self._unled_until:
+            if not self._ended or self._completer is None or time.monotonic() < self._unled_until:
                 return False
             at_it = bool(self._led) or self._inbox.qsize() > 0
             return at_it and time.monotonic() - self._ended[0].ended_at < LONGEST_ENDED
 
     def _let_ends_gather(self) -> None:
         """While the threads have enough before them, wait a little for more to share the transaction."""
-        if self._leads:
+        if self._completer is not None:
             return
         until = time.monotonic() + GATHER_SECONDS
         while (
@@ -566,51 +578,55 @@ class Worker:
                 try:
                     self._run_task(task)
                 finally:
-                    together = self._note_end(task)
+                    self._note_end(task)
                     # For every job it would be a fight for the interpreter: when there is room, and for the first end.
                     if self._inbox.qsize() <= self._low or len(self._ended) == 1:
                         self.claimer.wake()
-                if together:
-                    self._lead(together)
         finally:
             connections.close_all()
 
-    def _note_end(self, task: Task) -> list[Task]:
-        """The slice is over; what it answers is for this thread to complete.
-
-        On PostgreSQL one thread completes while another claims: the server does both at a time. On SQLite, where
-        one writes at a time, the claiming thread does both in one transaction.
-        """
+    def _note_end(self, task: Task) -> None:
         with self._guard:
             self._tasks.pop(task, None)
             if task.finished is None or task.finished.is_over:
-                return []
+                return
             task.ended_at = time.monotonic()
             self._ended.append(task)
-            return self._take_led() if not self._led else []
+            if len(self._ended) >= MOST_TOGETHER and not self._led:
+                self._enough.set()
+
+    # --- the thread that completes
+
+    def _serve_ends(self) -> None:
+        """Complete what has ended, whenever that is worth a transaction, while the claiming thread claims."""
+        try:
+            own_connection.own("ends")
+            while not self._is_over:
+                self._enough.wait()
+                self._enough.clear()
+                self._lead()
+        finally:
+            connections.close_all()
 
     def _take_led(self) -> list[Task]:
-        """What this thread is to complete now, if that is worth it; under the guard."""
-        enough = len(self._ended) >= MOST_TOGETHER and self._leads and time.monotonic() >= self._unled_until
-        self._led = self._take_ended() if enough else []
-        return self._led
+        with self._guard:
+            enough = len(self._ended) >= MOST_TOGETHER and time.monotonic() >= self._unled_until
+            self._led = self._take_ended() if enough else []
+            return self._led
 
-    def _lead(self, together: list[Task]) -> None:
+    def _lead(self) -> None:
         try:
-            while together:
+            while together := self._take_led():
                 self._complete(together)
-                with self._guard:
-                    together = self._take_led()
         except BaseException as error:
             # What has not gone through waits again: the claiming thread meets the same, and tells it.
             self._unled_until = time.monotonic() + LONGEST_UNBEGUN
             with suppress(Exception):
                 tell(logger, logging.DEBUG, "completions_wait", str(error), owner=self.owner)
             own_connection.close()
-            # Only here: else it has been emptied already, and may be another thread's by now.
+        finally:
             with self._guard:
                 self._led = []
-        finally:
             self.claimer.wake()
 
     def _run_task(self, task: Task) -> None:
@@ -713,7 +729,7 @@ class Worker:
     def _at_work(self) -> tuple[list[Task], bool]:
         """The slices that run and do not hang, and whether others wait for their end: at one moment.
 
-        A slice's thread that completes puts back what is left, and only then leads no more.
+        The thread that completes puts back what is left, and only then has none in hand.
         """
         hung = {hold.key for hold in self.keeper.overdue}
         with self._guard:

@@ -376,11 +376,11 @@ def leading(monkeypatch: pytest.MonkeyPatch, most: int = 4) -> list[str]:
 
 
 def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """The first completion by a slice's thread waits for GATE; set once it does."""
+    """The first completion by the thread for ends waits for GATE; set once it does."""
     complete_many, begun = lifecycle.complete_many, threading.Event()
 
     def slow(owner: str, endings: Any) -> None:
-        if threading.current_thread().name.startswith("durable-jobs-slice") and not begun.is_set():
+        if threading.current_thread().name.startswith("durable-jobs-ends") and not begun.is_set():
             begun.set()
             GATE.wait(20)
         complete_many(owner, endings)
@@ -397,20 +397,20 @@ def test_where_two_can_write_one_thread_completes_while_another_claims(
     jobs = [start(kind=kind) for _ in range(60)]
     assert Worker(queues=["fast"], concurrency=2, until_idle=True).run() == 0
     assert {(now(job).status, now(job).attempts) for job in jobs} == {("completed", 1)}
-    led = [name for name in by if name.startswith("durable-jobs-slice")]
+    led = [name for name in by if name.startswith("durable-jobs-ends")]
     assert bool(led) is (connection.vendor == "postgresql")
 
 
 @pytest.mark.postgres_only
 @pytest.mark.parametrize("error", [InterfaceError("the connection was cut"), IntegrityError("a check")])
-def test_what_a_slice_s_thread_could_not_complete_is_completed_all_the_same(
+def test_what_the_thread_for_ends_could_not_complete_is_completed_all_the_same(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     by, complete_many, failed = leading(monkeypatch), lifecycle.complete_many, list[str]()
 
     def failing(owner: str, endings: Any) -> None:
         name = threading.current_thread().name
-        if name.startswith("durable-jobs-slice") and not failed:
+        if name.startswith("durable-jobs-ends") and not failed:
             failed.append(name)
             raise error
         complete_many(owner, endings)
@@ -424,7 +424,7 @@ def test_what_a_slice_s_thread_could_not_complete_is_completed_all_the_same(
 
 
 @pytest.mark.postgres_only
-def test_a_worker_waits_for_what_a_slice_s_thread_completes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_waits_for_what_the_thread_for_ends_completes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither does it pass for idle meanwhile, nor does a drain go without it."""
     leading(monkeypatch)
     begun = held_up(monkeypatch)
@@ -445,7 +445,7 @@ def test_a_worker_waits_for_what_a_slice_s_thread_completes(monkeypatch: pytest.
 
 
 @pytest.mark.postgres_only
-def test_a_completion_that_hangs_in_a_slice_s_thread_holds_up_no_other(
+def test_a_completion_that_hangs_holds_up_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     leading(monkeypatch)
@@ -482,30 +482,6 @@ def test_the_thread_that_completes_goes_on_with_what_has_ended_meanwhile(
     assert by[before] == by[before - 1], "another one had to come for it"
 
 
-@pytest.mark.postgres_only
-def test_a_thread_that_completes_no_more_leaves_alone_what_another_completes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It has found nothing more, and before it goes on another one has taken the lead."""
-    worker = Worker(queues=["fast"])
-    job, lease = running()
-    others = [Task(job, Hold(lease), suspect=False)]
-    monkeypatch.setattr(worker, "_complete", lambda together: None)
-
-    class Guard:
-        """Another thread takes the lead as soon as this one has looked."""
-
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *error: object) -> None:
-            worker._led = others
-
-    worker._guard = Guard()  # type: ignore[assignment]
-    worker._lead([Task(job, Hold(lease), suspect=False)])
-    assert worker._led is others
-
-
 def test_what_has_ended_beside_a_full_inbox_wakes_the_claiming_thread(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,7 +507,7 @@ def test_what_has_ended_beside_a_full_inbox_wakes_the_claiming_thread(
         wait_until(lambda: through.count() == 80, 20, "not through")
 
 
-def test_a_drain_counts_what_a_slice_s_thread_has_just_put_back() -> None:
+def test_a_drain_counts_what_the_thread_for_ends_has_just_put_back() -> None:
     """It goes from one list to another between two looks of the drain."""
     worker = Worker(queues=["fast"], drain_timeout=20)
     job, lease = running()
