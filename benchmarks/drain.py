@@ -73,13 +73,13 @@ def insert(cursor: Any, jobs: int, kind: str = "bench.noop", queue: str = "bench
 
 def durable(*, concurrency: int, processes: int = 1, kind: str = "bench.noop") -> dict[str, Any]:
     """Workers until they are idle; the database's own times say how long it took."""
-    busy = harness.Busy()
-    if processes == 1:
-        used = [worker(concurrency=concurrency)]
-    else:
-        used = harness.crowd("benchmarks.drain", "worker", {"concurrency": concurrency}, processes)
-    share = busy.share()
+    with harness.Busy() as busy:
+        if processes == 1:
+            used = [worker(concurrency=concurrency)]
+        else:
+            used = harness.crowd("benchmarks.drain", "worker", {"concurrency": concurrency}, processes)
     told = rate()
+    share = busy.share(told.pop("first"), told.pop("last"))
     return {**told, "cpu_us_per_job": sum(used) / told["jobs"] * 1e6, "busy": share}
 
 
@@ -104,7 +104,8 @@ def rate() -> dict[str, Any]:
     )
     assert not Job.objects.exclude(status="completed").exists()
     seconds = (told["last"] - told["first"]).total_seconds()
-    return {"value": told["jobs"] / seconds, "jobs": told["jobs"]}
+    first, last = told["first"].timestamp(), told["last"].timestamp()
+    return {"value": told["jobs"] / seconds, "jobs": told["jobs"], "first": first, "last": last}
 
 
 def contestants(vendor: str) -> list[Contestant]:

@@ -127,8 +127,8 @@ def postgresql_crowd(*, processes: int, **arguments: Any) -> dict[str, Any]:
     """The same in several processes."""
     from benchmarks import harness
 
-    busy = harness.Busy()
-    parts = harness.crowd("benchmarks.floor", "postgresql", arguments, processes)
+    with harness.Busy() as busy:
+        parts = harness.crowd("benchmarks.floor", "postgresql", arguments, processes)
     jobs, took = sum(part["jobs"] for part in parts), max(part["took"] for part in parts)
     used = sum(part["cpu_us_per_job"] * part["jobs"] for part in parts) / jobs
     return {"value": jobs / took, "jobs": jobs, "cpu_us_per_job": used, "busy": busy.share()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import platform
 import signal
@@ -17,6 +18,7 @@ import sqlite3
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -147,17 +149,36 @@ def crowd(module: str, function: str, arguments: Mapping[str, Any], processes: i
 
 
 class Busy:
-    """How much of all cores was used, by anybody, from then to now (0 to 1; None where nobody tells)."""
+    """How much of all cores was used, by anybody, while the block ran."""
 
     def __init__(self) -> None:
-        self._then = self._times()
+        self._looks: list[tuple[float, tuple[int, int]]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
 
-    def share(self) -> float | None:
-        now = self._times()
-        if self._then is None or now is None:
+    def __enter__(self) -> Busy:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def share(self, since: float = -math.inf, until: float = math.inf) -> float | None:
+        """0 to 1, between these two times (`time.time()`); None where nobody tells, or too shortly for an answer."""
+        looks = [times for moment, times in self._looks if since <= moment <= until]
+        if len(looks) < 2:
             return None
-        idle, all_ = (now[index] - self._then[index] for index in (0, 1))
+        idle, all_ = (looks[-1][index] - looks[0][index] for index in (0, 1))
         return round(1 - idle / max(all_, 1), 3)
+
+    def _look(self) -> None:
+        over = False
+        while (times := self._times()) is not None:
+            self._looks.append((time.time(), times))
+            if over:
+                return
+            over = self._over.wait(0.02)
 
     @staticmethod
     def _times() -> tuple[int, int] | None:

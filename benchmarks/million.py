@@ -57,8 +57,8 @@ def beside(*, jobs: int) -> dict[str, Any]:
         cursor.execute("VACUUM ANALYZE durable_jobs_job")
         cursor.execute("CHECKPOINT")
     begun = now()
-    busy = harness.Busy()
-    used = drain.worker(concurrency=8)
+    with harness.Busy() as busy:
+        used = drain.worker(concurrency=8)
     return {
         **rate(begun, jobs),
         "cpu_us_per_job": used / jobs * 1e6,
