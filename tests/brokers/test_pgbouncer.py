@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 from django.core.management import call_command
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 from django.test import override_settings
 
 from durable_jobs import conf, service
@@ -109,6 +109,17 @@ def test_workers_see_by_themselves_that_a_pooler_is_there(through: PgBouncer, wo
     for process in workers:
         process.terminate()
     assert [process.wait() for process in workers] == [0, 0]
+    assert_sessions_are_as_new(through)
+
+
+def test_many_are_started_at_once(through: PgBouncer) -> None:
+    """In psycopg's pipelines, alone and in a transaction."""
+    rows = [{"kind": QUICK, "input": number} for number in range(1200)]
+    answers = service.start_many(rows)
+    with transaction.atomic():
+        answers += service.start_many(rows)
+    assert {type(one) for one in answers} == {service.Started}
+    assert Job.objects.filter(status="pending").count() == 2400
     assert_sessions_are_as_new(through)
 
 
