@@ -810,7 +810,6 @@ def _heap_left_alone() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or gc.get_freeze_count():
         yield
         return
-    gc.collect()
     gc.freeze()
     try:
         yield

@@ -533,7 +533,7 @@ def test_a_drain_counts_what_the_thread_for_ends_has_just_put_back() -> None:
     assert worker._drain(0) == 0
 
 
-@pytest.mark.parametrize("kind", [Fast, Told, Mirrored, Hooked])
+@pytest.mark.parametrize("kind", [Fast, Hooked])
 def test_a_job_that_is_through_leaves_nothing_for_the_garbage_collector(kind: type[Kind]) -> None:
     """What refers to itself stays until a collection, which stops every thread."""
     start(kind=kind)
