@@ -78,6 +78,7 @@ LONGEST_ENDED: Final = 0.02
 MOST_ENDED: Final = 2 * MOST_TOGETHER
 """With so many that have ended and are not completed, no others are begun."""
 BEGIN_SECONDS: Final = 0.001
+"""How long the claiming thread rests at most, so that the step of a single job begins before it looks again."""
 
 
 def new_owner() -> str:
@@ -247,7 +248,8 @@ class Worker:
         self._threads = [
             _started(f"durable-jobs-slice-{number}", self._serve) for number in range(1, self.concurrency + 1)
         ]
-        if self._leads and config.GROUP_COMMIT:
+        # On SQLite one writes at a time: there the claiming thread completes.
+        if config.GROUP_COMMIT and database.connection().vendor == "postgresql":
             self._completer = _started("durable-jobs-ends", self._serve_ends)
         self._upkeep.start()
 
@@ -388,11 +390,6 @@ class Worker:
             self._empty_inbox()
 
     # --- ends
-
-    @property
-    def _leads(self) -> bool:
-        """Whether one thread completes while another claims: on SQLite one writes at a time."""
-        return database.connection().vendor == "postgresql"
 
     def _are_led(self) -> bool:
         """Whether another thread completes what has ended, or soon will, so that the claiming thread need not."""
