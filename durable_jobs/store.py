@@ -583,27 +583,33 @@ _ROUTES = _statement(
     FROM g CROSS JOIN {job} a ON a.id = g.id""",
 )
 
+# `ANY` finds all rows by one walk through the key, where a join would search it for each, and again for each that is
+# locked. The ids come in order, so that `width_bucket` is the place of an id among them, and of its epoch and ttl.
+# The second walk goes by id, too: of a row that somebody has changed just before it was locked, the statement sees
+# the older version alone, and would find nothing where the newer is.
+# The moments, in brackets, are computed once, when all rows are locked; on SQLite the leases of one length are an
+# object, epochs by id.
 # What was renewed and has nothing to be told is left out of PostgreSQL's answer: most of the time that is all.
 _BEAT_MANY = _statement(
     """
-    WITH mine AS MATERIALIZED (
-        SELECT * FROM unnest(:ids, :epochs, :ttls) AS m(mine_id, mine_epoch, ttl)),
-    locked AS MATERIALIZED (
-        SELECT {job}.id AS locked_id, mine.ttl FROM {job} JOIN mine
-            ON {job}.id = mine.mine_id AND {job}.lease_epoch = mine.mine_epoch
-        WHERE {job}.lease_owner = :owner FOR NO KEY UPDATE OF {job} SKIP LOCKED),
+    WITH locked AS MATERIALIZED (
+        SELECT id AS locked_id FROM {job}
+        WHERE id = ANY(:ids) AND {job}.lease_owner = :owner
+            AND {job}.lease_epoch = (:epochs)[width_bucket(id, :ids)]
+        FOR NO KEY UPDATE SKIP LOCKED),
     renewed AS (
-        UPDATE {job} SET lease_expires_at = {after locked.ttl}, heartbeat_at = {now}
-        FROM locked WHERE {job}.id = locked.locked_id
-        RETURNING {job}.id, {job}.cancel_requested_at IS NOT NULL OR ({any_mail} AND {mailbox}) AS cancelled,
+        UPDATE {job} SET heartbeat_at = (SELECT {now}),
+            lease_expires_at = (SELECT {now}) + make_interval(secs => (:ttls)[width_bucket(id, :ids)])
+        WHERE id = ANY(ARRAY(SELECT locked_id FROM locked))
+        RETURNING id, cancel_requested_at IS NOT NULL OR ({any_mail} AND {mailbox}) AS cancelled,
             {any_pause} AND {paused} AS paused)
     SELECT id, true, true, cancelled, paused FROM renewed WHERE cancelled OR paused
     UNION ALL
     SELECT mine.mine_id, false,
         coalesce({job}.lease_owner = :owner AND {job}.lease_epoch = mine.mine_epoch, false),
         {job}.cancel_requested_at IS NOT NULL OR {mailbox}, {paused}
-    FROM mine LEFT JOIN {job} ON {job}.id = mine.mine_id WHERE mine.mine_id NOT IN (SELECT id FROM renewed)""",
-    # The leases of one length are an object, epochs by id. The moments, in brackets, are computed once.
+    FROM unnest(:ids, :epochs) AS mine(mine_id, mine_epoch) LEFT JOIN {job} ON {job}.id = mine.mine_id
+    WHERE (SELECT count(*) FROM renewed) < cardinality(:ids) AND mine.mine_id NOT IN (SELECT id FROM renewed)""",
     """
     UPDATE {job} SET heartbeat_at = (SELECT {now}), lease_expires_at = (SELECT {after :ttl})
     FROM (SELECT key AS mine_id, value AS mine_epoch FROM json_each(:leases)) mine
@@ -1529,12 +1535,14 @@ def beat_many(owner: str, leases: Sequence[Lease]) -> dict[UUID, Beat]:
     with database.statement(database.alias(), what="beat", urgent=True) as connection:
         if connection.vendor == "sqlite":
             return _beats_on_sqlite(connection, owner, leases)
+        ordered = sorted(leases, key=attrgetter("job_id.int"))
+        texts = {ttl: str(ttl) for ttl in {lease.ttl for lease in leases}}
         rows = _BEAT_MANY.run(
             connection,
             owner=owner,
-            ids=_array([lease.job_id.hex for lease in leases]),
-            epochs=_array([str(lease.epoch) for lease in leases]),
-            ttls=_array([str(lease.ttl) for lease in leases]),
+            ids=_array([lease.job_id.hex for lease in ordered]),
+            epochs=_array([str(lease.epoch) for lease in ordered]),
+            ttls=_array([texts[lease.ttl] for lease in ordered]),
         )
     beats = dict.fromkeys([lease.job_id for lease in leases], _RENEWED)
     beats.update((row[0], Beat(*row[1:])) for row in rows)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -11,7 +13,7 @@ import pytest
 
 from durable_jobs import store
 from durable_jobs.models import Job
-from durable_jobs.store import Probe
+from durable_jobs.store import Lease, Probe
 from tests.store.rows import (
     CLAIMER,
     EPOCH,
@@ -240,6 +242,28 @@ def test_a_lost_lease_is_told_as_lost() -> None:
     assert beats[mine][:2] == (True, True)
     for job_id in (stolen, ended, unknown):
         assert beats[job_id] == (False, False, False, False)
+
+
+def test_each_lease_of_a_beat_is_judged_by_its_own_epoch_and_gets_its_own_length() -> None:
+    """In whatever order they come; a row of the owner with another epoch, or of another owner, is left alone."""
+    jobs = [make("running", lease_epoch=epoch, attempts=1) for epoch in range(1, 41)]
+    leases = [Lease(job_id, "worker-me", epoch, 100.0 * epoch) for epoch, job_id in enumerate(jobs, 1)]
+    leases[4] = replace(leases[4], epoch=6)
+    leases[5] = replace(leases[5], epoch=5)
+    execute("UPDATE durable_jobs_job SET lease_owner = 'thief' WHERE id = %s", jobs[9])
+    lost = {jobs[4], jobs[5], jobs[9]}
+    before = {job_id: image(job_id) for job_id in lost}
+    random.shuffle(leases)
+    beats = store.beat_many("worker-me", leases)
+    assert set(beats) == set(jobs)
+    assert {job_id for job_id, beat in beats.items() if not beat.renewed} == lost
+    assert {job_id for job_id, beat in beats.items() if not beat.mine} == lost
+    assert {job_id: image(job_id) for job_id in lost} == before
+    for epoch, job_id in enumerate(jobs, 1):
+        if job_id not in lost:
+            row = image(job_id)
+            length = (row["lease_expires_at"] - row["heartbeat_at"]).total_seconds()
+            assert length == pytest.approx(100 * epoch, abs=1), epoch
 
 
 def test_strangers_are_rows_of_this_owner_that_it_does_not_know() -> None:

@@ -46,6 +46,9 @@ on_sqlite = pytest.mark.sqlite_only
 SCOPE = Scope("acme", "north")
 FACTS = ErrorFacts(ErrorClass.TRANSIENT, "E1", "builtins.OSError", "no route", "")
 
+PAUSED_BEAT = 7_216_005
+"""The advisory lock that a beat waits for when a test has stopped it."""
+
 Make = Callable[[], OtherConnection]
 
 
@@ -245,6 +248,44 @@ def test_a_locked_row_is_not_renewed_but_still_mine(second_connection: OtherConn
     assert beats[locked][:2] == (False, True)
     assert beats[stolen][:2] == (False, False)
     assert beats[free][:2] == (True, True)
+
+
+@on_postgresql
+def test_a_row_that_changes_between_the_look_and_the_lock_of_a_beat_is_judged_as_it_is_then(
+    second_connection: OtherConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P5: written by somebody, it is renewed all the same; taken by somebody, it is not, and stays as it is."""
+    written, retaken, stolen, ended, free = (make("expired") for _ in range(5))
+    jobs = (written, retaken, stolen, ended, free)
+    leases = [lease_on(job_id) for job_id in jobs]
+    templates = store._BEAT_MANY._templates
+    locking = "FOR NO KEY UPDATE SKIP LOCKED"
+    assert templates["postgresql"].count(locking) == 1, "the statement has changed"
+    pausing = f"AND (SELECT count(*) FROM pg_advisory_xact_lock_shared({PAUSED_BEAT})) = 1 {locking}"
+    monkeypatch.setattr(
+        store, "_BEAT_MANY", store._statement(templates["postgresql"].replace(locking, pausing))
+    )
+    execute(f"SELECT pg_advisory_lock({PAUSED_BEAT})")
+    try:
+        beat = second_connection.begin(store.beat_many, ME, leases)
+        wait_for(lambda: beat.done() or is_waiting_for(PAUSED_BEAT), 20)
+        assert not beat.done()
+        execute("UPDATE durable_jobs_job SET progress_message = 'half' WHERE id = %s", written)
+        execute("UPDATE durable_jobs_job SET lease_epoch = lease_epoch + 1 WHERE id = %s", retaken)
+        execute("UPDATE durable_jobs_job SET lease_owner = 'thief' WHERE id = %s", stolen)
+        assert store.complete(lease_on(ended), None) is not None
+        taken = {job_id: image(job_id) for job_id in (retaken, stolen, ended)}
+    finally:
+        execute(f"SELECT pg_advisory_unlock({PAUSED_BEAT})")
+    beats = beat.result(20)
+    assert {job_id for job_id in jobs if beats[job_id].renewed} == {written, free}
+    assert {job_id: image(job_id) for job_id in taken} == taken
+    assert image(written)["progress_message"] == "half"
+    for job_id in (written, free):
+        assert image(job_id)["lease_expires_at"] > ahead(0)
+    monkeypatch.undo()
+    again = store.beat_many(ME, leases)
+    assert {job_id for job_id in jobs if not again[job_id].mine} == {retaken, stolen, ended}
 
 
 @on_postgresql
@@ -805,6 +846,13 @@ def with_options(**options: Any) -> None:
     usual.update(options)
     connection.features.__dict__.pop("uses_server_side_binding", None)
     connection.ensure_connection()
+
+
+def is_waiting_for(key: int) -> bool:
+    ((waiting,),) = execute(
+        "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = %s AND NOT granted", key
+    )
+    return bool(waiting)
 
 
 def wait_for(happens: Callable[[], bool], seconds: float) -> None:
