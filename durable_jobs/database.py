@@ -472,6 +472,13 @@ def see_every_commit(connection: BaseDatabaseWrapper) -> None:
             cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
 
 
+def wait_briefly_for_locks(connection: BaseDatabaseWrapper, seconds: float) -> None:
+    """Until the open transaction ends, wait no longer for a lock that somebody else has (PostgreSQL)."""
+    if connection.vendor == "postgresql":
+        with connection.cursor() as cursor:
+            cursor.execute(f"SET LOCAL lock_timeout = {round(seconds * 1000)}")
+
+
 def version_reader(connection: Any) -> Callable[[], tuple[Any, int]]:
     """What reads, again and again, SQLite's count of other connections' commits to the file.
 

@@ -34,10 +34,18 @@ from durable_jobs.store import NO_COUNTS, Counts, Lease, Orphan
 
 MIRROR_STUCK_AFTER = 3
 """Failed hooks after which a job counts as stuck (`job_mirror_stuck`)."""
-QUICK_HOOK_SECONDS = 0.005
+QUICK_HOOK_SECONDS = 0.01
 """A hook that takes no longer, by what it took lately, may run in a transaction with others."""
 SHARED_SECONDS = 0.025
 """So long hooks go on in one transaction; the rest have the next one."""
+MOST_HOOKS = 16
+"""Hooks that stand or fall together, in one savepoint."""
+LONGEST_HOOKS = 0.25
+"""Seconds after which hooks that were thought to be quick are rolled back together, to run alone."""
+MOST_WAITING = 0.0015
+"""Seconds. Hooks that wait longer for the server, beside what they compute, do better side by side than in a row."""
+LOCK_SECONDS = 0.05
+"""So long hooks that share wait for a lock of somebody else's."""
 ALONE_SECONDS = 5.0
 """Seconds for which a kind ends its jobs alone after one of its hooks did not go through with others."""
 
@@ -70,7 +78,7 @@ class Share(enum.Enum):
     MIRRORED = "mirrored"
     """The project's rows change with it, as a `StatusMirror` says: many in one statement."""
     HOOKED = "hooked"
-    """Its `on_transition` runs, in a savepoint of its own (SQLite)."""
+    """Its `on_transition` runs, with others in a savepoint."""
     ALONE = "alone"
 
 
@@ -86,16 +94,13 @@ def share_of(kind: Kind) -> Share:
         return share
     if not config.GROUP_HOOKS or time.monotonic() < _alone_until.get(kind.name, 0.0):
         return Share.ALONE
-    if share is Share.HOOKED and not _may_hooks_share(kind):
+    if share is Share.HOOKED and _seconds_of_hook(kind) > QUICK_HOOK_SECONDS:
         return Share.ALONE
     return share
 
 
-def _may_hooks_share(kind: Kind) -> bool:
-    """Where rows are locked (PostgreSQL), the many locks of such a transaction could close a circle of waiting with
-    the project's own; and a savepoint costs as many trips as a transaction there."""
-    quick = _hook_seconds.get(kind.name, math.inf) <= QUICK_HOOK_SECONDS
-    return quick and database.connection().vendor == "sqlite"
+def _seconds_of_hook(kind: Kind) -> float:
+    return _hook_seconds.get(kind.name, math.inf)
 
 
 @lru_cache(maxsize=1000)
@@ -109,6 +114,8 @@ def _declared_share(kind: Kind) -> Share:
 
 _hook_seconds: dict[str, float] = {}
 """What `on_transition` of a kind takes, by what it took lately."""
+_hook_waiting: dict[str, float] = {}
+"""What it waits for, of those that shared and had nobody in their way."""
 _alone_until: dict[str, float] = {}
 
 
@@ -161,7 +168,7 @@ def complete_many(owner: str, endings: Sequence[Ending]) -> None:
     for kind in dict.fromkeys(ending.kind for ending in by_share[Share.MIRRORED]):
         _complete_mirrored(owner, kind, [one for one in by_share[Share.MIRRORED] if one.kind is kind])
     if hooked := by_share[Share.HOOKED]:
-        _complete_hooked(hooked)
+        _complete_hooked(owner, hooked)
 
 
 def _complete_whole(owner: str, endings: Sequence[Ending]) -> None:
@@ -190,43 +197,89 @@ def _complete_mirrored(owner: str, kind: Kind, endings: Sequence[Ending]) -> Non
         leave_alone(kind, error)
 
 
-def _complete_hooked(endings: Sequence[Ending]) -> None:
-    """One after the other, each with its hook in a savepoint, until the time for one transaction is over."""
+def _complete_hooked(owner: str, endings: Sequence[Ending]) -> None:
+    """Some at a time, each such group in a savepoint, until the time for one transaction is over.
+
+    Where rows are locked, so many locks could close a circle of waiting with the project's own transactions, which
+    take the same rows in another order. So these wait for a lock no longer than `LOCK_SECONDS`, far less than the
+    server waits until it looks for a circle (`deadlock_timeout`, 1 s), and end alone when that was too short.
+    """
     connection = connections[database.alias()]
+    database.wait_briefly_for_locks(connection, LOCK_SECONDS)
     until = time.monotonic() + SHARED_SECONDS
-    alone: set[str] = set()
     depth = len(connection.atomic_blocks)
-    for ending in endings:
-        if ending.kind.name in alone:
-            continue
-        if time.monotonic() >= until and ending is not endings[0]:
-            ending.put_off = True
-            continue
+    at = 0
+    while at < len(endings):
+        if at and time.monotonic() >= until:
+            for ending in endings[at:]:
+                ending.put_off = True
+            return
+        group = endings[at : at + _size_of_group(endings[at:])]
+        at += len(group)
         registered = len(connection.run_on_commit)
         try:
-            (ending.context or Context()).run(_complete_with_hook, ending)
+            with database.joined(database.alias()):
+                _complete_group(owner, group, connection)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             if _is_gone(error) or len(connection.atomic_blocks) != depth:
                 raise
-            leave_alone(ending.kind, error)
-            alone.add(ending.kind.name)
             del connection.run_on_commit[registered:]
+            for ending in group:
+                ending.reset()
+            for kind in dict.fromkeys(ending.kind for ending in group):
+                leave_alone(kind, error)
             continue
+        for ending in group:
+            ending.done = ending.row is not None
+        for kind in dict.fromkeys(ending.kind for ending in group):
+            if connection.vendor != "sqlite" and _hook_waiting.get(kind.name, 0.0) > MOST_WAITING:
+                leave_alone(kind, TimeoutError("Its hook waits too long for the server."))
+
+
+def _size_of_group(endings: Sequence[Ending]) -> int:
+    """As many as stand or fall together in half of the time, by what the kinds' hooks took lately; at least one."""
+    seconds = 0.0
+    for number, ending in enumerate(endings[:MOST_HOOKS]):
+        seconds += _seconds_of_hook(ending.kind)
+        if number and seconds > SHARED_SECONDS / 2:
+            return number
+    return min(len(endings), MOST_HOOKS)
+
+
+def _complete_group(owner: str, group: Sequence[Ending], connection: BaseDatabaseWrapper) -> None:
+    rows = store.complete_many_whole(owner, [ending.pair for ending in group])
+    until, depth = time.monotonic() + LONGEST_HOOKS, len(connection.atomic_blocks)
+    for ending in group:
+        ending.row = rows.get(ending.job.id)
+        if ending.row is None:
+            continue
+        registered = len(connection.run_on_commit)
+        began, processor = time.monotonic(), time.thread_time()
+        (ending.context or Context()).run(_run_hooks, ending.kind, ending.row)
+        waiting = time.monotonic() - began - (time.thread_time() - processor)
+        _note_waiting(ending.kind, waiting)
         registered_by_hook: Any = connection.run_on_commit[registered:]
         ending.callbacks = [(call, robust) for _, call, robust in registered_by_hook]
         del connection.run_on_commit[registered:]
         if len(connection.atomic_blocks) != depth:
             raise TransactionManagementError(f"{ending.kind.name}.on_transition left a transaction open.")
-        ending.done = ending.row is not None
+        if time.monotonic() > until:
+            raise TimeoutError("The hooks take too long to share a transaction.")
 
 
-def _complete_with_hook(ending: Ending) -> None:
-    with database.joined(database.alias()):
-        ending.row = store.complete(*ending.pair)
-        if ending.row is not None:
-            _run_hooks(ending.kind, ending.row)
+def _paced(before: float | None, latest: float) -> float:
+    """What hooks take, by what they took lately; that the machine stood still for one of them counts for little."""
+    latest = min(latest, 5 * QUICK_HOOK_SECONDS)
+    return latest if before is None else latest + (1 - PACE_WEIGHT) * (before - latest)
+
+
+def _note_waiting(kind: Kind, latest: float) -> None:
+    """It falls at once and rises slowly: to wait for the interpreter, which others have, is not what is meant."""
+    latest = min(latest, 2 * MOST_WAITING)
+    before = _hook_waiting.get(kind.name, 0.0)
+    _hook_waiting[kind.name] = min(latest, before + PACE_WEIGHT / 2 * (latest - before))
 
 
 def _is_gone(error: BaseException) -> bool:
@@ -460,8 +513,7 @@ def _run_hooks(kind: Kind, job: Job) -> None:
     if kind.has_transition_hook:
         began = time.monotonic()
         answer = kind.on_transition(job)
-        took, name = time.monotonic() - began, kind.name
-        _hook_seconds[name] = took + (1 - PACE_WEIGHT) * (_hook_seconds.get(name, took) - took)
+        _hook_seconds[kind.name] = _paced(_hook_seconds.get(kind.name), time.monotonic() - began)
         _require_agreement(kind, job, answer, "on_transition")
 
 

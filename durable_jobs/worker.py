@@ -141,11 +141,14 @@ class Worker:
         self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._ended: deque[Task] = deque()
         """Finished and not yet completed; still leased."""
+        self._hooked: deque[Task] = deque()
+        """The same, with hooks that share: for the thread of its own, where there is one."""
         self._led: list[Task] = []
         """What the thread of its own completes just now, together."""
         self._enough = threading.Event()
         """So many have ended that they are worth a transaction; or the end."""
         self._completer: threading.Thread | None = None
+        self._led_since = 0.0
         self._unled_until = 0.0
         self._pace: dict[str, float] = {}
         """Seconds that jobs of a kind take, by what they took lately."""
@@ -316,10 +319,11 @@ class Worker:
         """Complete what has ended and claim what can begin, together where that is possible; whether any began."""
         self._look_around()
         self._let_ends_gather()
+        self._free_hooked()
         ended = [] if self._are_led() else self._take_ended()
         free = self.concurrency - len(self._running())
         ahead, quick = self._room_ahead(free)
-        if len(self._ended) >= (MOST_TOGETHER if self._completer is None else MOST_ENDED):
+        if self._unended() >= (MOST_TOGETHER if self._completer is None else MOST_ENDED):
             # Far more ends wait than one transaction takes: no others are begun before they are through.
             free, ahead = min(free, 0), 0
         if free + ahead < 1:
@@ -412,12 +416,35 @@ class Worker:
         ):
             time.sleep(GATHER_SECONDS / 5)
 
+    def _unended(self) -> int:
+        return len(self._ended) + len(self._hooked)
+
     def _take_ended(self) -> list[Task]:
-        ended: list[Task] = []
-        with suppress(IndexError):
-            while len(ended) < MOST_TOGETHER:
-                ended.append(self._ended.popleft())
-        return ended
+        return _taken(self._ended)
+
+    def _put_back(self, tasks: list[Task]) -> None:
+        """Before the others that wait for their end."""
+        for task in reversed(tasks):
+            (self._hooked if self._is_hooked(task) else self._ended).appendleft(task)
+
+    def _is_hooked(self, task: Task) -> bool:
+        """Whether its end is for the thread of its own: hooks may take their time, and claims go on beside them."""
+        is_hooked = task.finished is not None and task.finished.ending.share is Share.HOOKED
+        return is_hooked and self._completer is not None
+
+    def _free_hooked(self) -> None:
+        """Where the thread of its own cannot go on, because of the database or of a hook, these end alone."""
+        if not self._hooked or self._completer is None:
+            return
+        now = time.monotonic()
+        is_stuck = bool(self._led) and now - self._led_since > LONGEST_UNBEGUN
+        if self._completer.is_alive() and not is_stuck and now >= self._unled_until:
+            return
+        if is_stuck:
+            for kind in {task.finished.ending.kind for task in self._led if task.finished is not None}:
+                lifecycle.leave_alone(kind, TimeoutError("Its ends with others take too long."))
+        while hooked := _taken(self._hooked):
+            self._go_on_with(hooked)
 
     def _complete(self, ended: list[Task], and_then: Callable[[], None] | None = None) -> None:
         """Complete these jobs in one transaction, with `and_then` in it; what does not go is completed singly."""
@@ -440,7 +467,7 @@ class Worker:
                 one.doubt()
                 one.ending.reset()
             if database.is_outage(error) or database.is_conflict(error):
-                self._ended.extendleft(reversed(ended))
+                self._put_back(ended)
             else:
                 for ending in endings:
                     if ending.share in (Share.MIRRORED, Share.HOOKED):
@@ -473,7 +500,7 @@ class Worker:
                     # A handler of the project's log may raise: the others have their ends all the same.
                     with suppress(Exception):
                         task.finished.tell()
-        self._ended.extendleft(reversed(again))
+        self._put_back(again)
         self._go_on_with(rest)
 
     def _clean_after_hooks(self) -> None:
@@ -532,8 +559,8 @@ class Worker:
 
     def _wait(self) -> None:
         timeout = IDLE_LOOK_SECONDS if self.until_idle else config.POLL
-        if self._ended:
-            if self._are_led():
+        if self._ended or self._hooked:
+            if self._are_led() or not self._ended:
                 self.claimer.rest(LONGEST_ENDED)
             return
         if len(self._running()) >= self.concurrency:
@@ -544,7 +571,7 @@ class Worker:
     def _is_idle(self) -> bool:
         return (
             not self._running()
-            and not self._ended
+            and not self._unended()
             and not self._led
             and not store.unfinished(self.queues, self.claimer.known())
         )
@@ -577,7 +604,7 @@ class Worker:
                 finally:
                     self._note_end(task)
                     # For every job it would be a fight for the interpreter: when there is room, and for the first end.
-                    if self._inbox.qsize() <= self._low or len(self._ended) == 1:
+                    if self._inbox.qsize() <= self._low or self._unended() == 1:
                         self.claimer.wake()
         finally:
             connections.close_all()
@@ -588,8 +615,11 @@ class Worker:
             if task.finished is None or task.finished.is_over:
                 return
             task.ended_at = time.monotonic()
-            self._ended.append(task)
-            if len(self._ended) >= MOST_TOGETHER and not self._led:
+            if self._is_hooked(task):
+                self._hooked.append(task)
+            else:
+                self._ended.append(task)
+            if not self._led and (self._hooked or len(self._ended) >= MOST_TOGETHER):
                 self._enough.set()
 
     # --- the thread that completes
@@ -606,9 +636,15 @@ class Worker:
             connections.close_all()
 
     def _take_led(self) -> list[Task]:
+        """What has hooks first, however few: others gather meanwhile."""
         with self._guard:
-            enough = len(self._ended) >= MOST_TOGETHER and time.monotonic() >= self._unled_until
-            self._led = self._take_ended() if enough else []
+            self._led_since = time.monotonic()
+            if self._led_since < self._unled_until:
+                self._led = []
+            elif self._hooked:
+                self._led = _taken(self._hooked)
+            else:
+                self._led = self._take_ended() if len(self._ended) >= MOST_TOGETHER else []
             return self._led
 
     def _lead(self) -> None:
@@ -689,14 +725,15 @@ class Worker:
             if not waited_for and not are_ending:
                 break
             try:
+                self._free_hooked()
                 while ended := self._take_ended():
                     self._complete(ended)
             except Exception as error:
                 self.claimer.rest(min(self._outage.seen(error), LOOK_SECONDS))
-            if waited_for or self._led:
+            if waited_for or self._led or self._hooked:
                 self._report(waited_for, deadline)
                 self.claimer.rest(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
-        left = [*self._running(), *self._ended, *self._led]
+        left = [*self._running(), *self._ended, *self._hooked, *self._led]
         if code != EXIT_DONE or not left:
             return code
         self._say(f"Not waiting any longer for {_listed(left)}; their leases run out by themselves.")
@@ -730,7 +767,7 @@ class Worker:
         """
         hung = {hold.key for hold in self.keeper.overdue}
         with self._guard:
-            are_ending = bool(self._led or self._ended)
+            are_ending = bool(self._led or self._unended())
             running = list(self._tasks)
         return [task for task in running if task.hold.key not in hung], are_ending
 
@@ -829,6 +866,15 @@ def _started(name: str, run: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def _taken(ended: deque[Task]) -> list[Task]:
+    """As many of them as one transaction takes, the oldest first."""
+    taken: list[Task] = []
+    with suppress(IndexError):
+        while len(taken) < MOST_TOGETHER:
+            taken.append(ended.popleft())
+    return taken
 
 
 def _noted(number: int, frame: Any) -> None:

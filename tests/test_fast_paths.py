@@ -47,7 +47,7 @@ SLOW = {
     "PREPARE": False,
     "LISTEN": False,
 }
-GATE = threading.Event()
+GATE, WAITING = threading.Event(), threading.Event()
 MOMENTS = {
     field.attname for field in Job._meta.concrete_fields if field.get_internal_type() == "DateTimeField"
 }
@@ -129,6 +129,9 @@ class Hooked(Fast):
         if shipment.note == "breaks":
             with suppress(IntegrityError):
                 Shipment.objects.create(id=shipment.id)
+        if shipment.note == "waits":
+            WAITING.set()
+            GATE.wait(20)
         if shipment.note == "leaves open":
             transaction.atomic().__enter__()
         return changed
@@ -149,7 +152,14 @@ EVERY = (Fast, Told, Careful, Mirrored, Hooked)
 def registered(settings: Any) -> Iterator[None]:
     settings.DURABLE_JOBS = SETTINGS
     GATE.clear()
-    for kept in (Told.told, Hooked.called, lifecycle._alone_until, lifecycle._hook_seconds):
+    WAITING.clear()
+    for kept in (
+        Told.told,
+        Hooked.called,
+        lifecycle._alone_until,
+        lifecycle._hook_seconds,
+        lifecycle._hook_waiting,
+    ):
         kept.clear()
     for kind in EVERY:
         kinds.register(kind)
@@ -157,6 +167,14 @@ def registered(settings: Any) -> Iterator[None]:
     GATE.set()
     for kind in EVERY:
         kinds.unregister(kind.name)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks are known to be quick, and a machine that stands still makes them no slower."""
+    lifecycle._hook_seconds[Hooked.name] = 0.0001
+    for name in ("QUICK_HOOK_SECONDS", "SHARED_SECONDS", "LONGEST_HOOKS", "MOST_WAITING"):
+        monkeypatch.setattr(lifecycle, name, 1e6)
 
 
 def start(how: str = "done", kind: type[Kind] = Fast, note: str = "", **options: Any) -> Job:
@@ -389,7 +407,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return begun
 
 
-@pytest.mark.parametrize("kind", [Fast, Told, Mirrored])
+@pytest.mark.parametrize("kind", [Fast, Told, Mirrored, Hooked])
 def test_where_two_can_write_one_thread_completes_while_another_claims(
     kind: type[Kind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,18 +480,19 @@ def test_a_completion_that_hangs_holds_up_no_other(
 
 
 @pytest.mark.postgres_only
+@pytest.mark.parametrize("kind", [Fast, Hooked])
 def test_the_thread_that_completes_goes_on_with_what_has_ended_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, settings: Any
+    kind: type[Kind], quick: None, monkeypatch: pytest.MonkeyPatch, settings: Any
 ) -> None:
     settings.DURABLE_JOBS = {**settings.DURABLE_JOBS, "PREFETCH": 4}
     by = leading(monkeypatch)
-    monkeypatch.setattr("durable_jobs.worker.LONGEST_ENDED", 60.0)
-    monkeypatch.setattr("durable_jobs.worker.MOST_ENDED", 12)
+    for name, value in {"LONGEST_ENDED": 60.0, "LONGEST_UNBEGUN": 60.0, "MOST_ENDED": 12}.items():
+        monkeypatch.setattr(f"durable_jobs.worker.{name}", value)
     begun = held_up(monkeypatch)
-    jobs = [start() for _ in range(60)]
+    jobs = [start(kind=kind) for _ in range(60)]
     with RunningHere(queues=["fast"], concurrency=2) as worker:
         assert begun.wait(20)
-        wait_until(lambda: len(worker._ended) >= 12, 20, "nothing ends meanwhile")
+        wait_until(lambda: worker._unended() >= 12, 20, "nothing ends meanwhile")
         time.sleep(0.5)
         assert sum(now(job).status == "pending" for job in jobs) > 20, "it claims without an end"
         before = len(by)
@@ -686,8 +705,170 @@ def test_hooks_that_are_quick_share_and_have_a_time(monkeypatch: pytest.MonkeyPa
     assert {now(job).status for job in jobs} == {"completed"}
     assert {row.status for row in Shipment.objects.all()} == {"arrived"}
     assert counted[Share.MIRRORED] == 20
-    assert (counted[Share.HOOKED] > 0) is (connection.vendor == "sqlite")
+    assert counted[Share.HOOKED] > 0
     assert sorted(Hooked.called) == sorted(job.id for job in jobs if job.kind == Hooked.name)
+
+
+def complete_hooked(*endings: Ending) -> list[bool]:
+    with database.transaction(database.alias()):
+        lifecycle.complete_many("me", endings)
+    return [one.done for one in endings]
+
+
+def test_hooks_stand_or_fall_together_and_nothing_is_half_done(quick: None) -> None:
+    together = [ending(Hooked, Share.HOOKED, note) for note in ("", "fails", "")]
+    with database.transaction(database.alias()):
+        lifecycle.complete_many("me", together)
+        assert connection.run_on_commit == []
+    assert [one.done for one in together] == [False] * 3
+    assert [one.callbacks for one in together] == [[]] * 3
+    assert {now(one.job).status for one in together} == {"running"}
+    assert {row.status for row in Shipment.objects.all()} == {"queued"}
+    assert Hooked.called == [one.job.id for one in together[:2]]
+    assert lifecycle.share_of(kinds.get(Hooked)) is Share.ALONE
+
+
+def test_no_more_hooks_stand_or_fall_together_than_are_set(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "MOST_HOOKS", 3)
+    ends = [ending(Hooked, Share.HOOKED, "fails" if number == 4 else "") for number in range(8)]
+    assert complete_hooked(*ends) == [True] * 3 + [False] * 3 + [True] * 2
+    monkeypatch.setattr(lifecycle, "SHARED_SECONDS", 4.0)
+    lifecycle._hook_seconds[Hooked.name] = 0.9
+    ends = [ending(Hooked, Share.HOOKED, "fails" if number == 3 else "") for number in range(5)]
+    assert complete_hooked(*ends) == [True] * 2 + [False] * 2 + [True]
+
+
+def test_of_jobs_that_share_a_stolen_one_has_no_hook(quick: None) -> None:
+    ends = [ending(Hooked, Share.HOOKED) for _ in range(3)]
+    change(ends[1].job, lease_owner="thief", lease_epoch=9, attempts=1)
+    assert complete_hooked(*ends) == [True, False, True]
+    assert Hooked.called == [ends[0].job.id, ends[2].job.id]
+    assert now(ends[1].job).lease_owner == "thief"
+
+
+def test_hooks_that_turn_slow_are_rolled_back_and_run_alone(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "LONGEST_HOOKS", 0.0)
+    ends = [ending(Hooked, Share.HOOKED) for _ in range(3)]
+    assert complete_hooked(*ends) == [False] * 3
+    assert Hooked.called == [ends[0].job.id]
+    assert {row.status for row in Shipment.objects.all()} == {"queued"}
+    lifecycle._alone_until.clear()
+    jobs = [start(kind=Hooked) for _ in range(20)]
+    with RunningHere(queues=["fast"], concurrency=2):
+        wait_until(lambda: ended(*jobs), 30, "not ended")
+    assert {(now(job).status, now(job).mirror_attempts) for job in jobs} == {("completed", 0)}
+
+
+def test_hooks_that_wait_do_so_beside_others(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where more than one can write. Some that had to wait are no reason."""
+    kind, on_transition = kinds.get(Hooked), Hooked.on_transition
+    monkeypatch.setattr(lifecycle, "MOST_WAITING", 0.02)
+    sleeps = itertools.chain([0.1] * 4, [0.0], itertools.repeat(0.05))
+
+    def sleeping(self: Hooked, job: Job) -> int:
+        time.sleep(next(sleeps))
+        return on_transition(self, job)
+
+    monkeypatch.setattr(Hooked, "on_transition", sleeping)
+    assert complete_hooked(*(ending(Hooked, Share.HOOKED) for _ in range(5))) == [True] * 5
+    assert lifecycle.share_of(kind) is Share.HOOKED
+    assert complete_hooked(*(ending(Hooked, Share.HOOKED) for _ in range(30))) == [True] * 30
+    alone = Share.ALONE if connection.vendor == "postgresql" else Share.HOOKED
+    assert lifecycle.share_of(kind) is alone
+
+
+@pytest.mark.postgres_only
+def test_hooks_that_share_give_way_in_a_circle_of_waiting(
+    quick: None, monkeypatch: pytest.MonkeyPatch, second_connection: OtherConnection
+) -> None:
+    """The project's transaction has the second row and waits for the first, and must not be the one that is
+    ended for it. No server looks for a circle meanwhile."""
+    ends = [ending(Hooked, Share.HOOKED) for _ in range(3)]
+    shipments = [Shipment.objects.get(pk=one.job.subject_id) for one in ends]
+    second_connection.enter(transaction.atomic())
+    for run in (second_connection.run, lambda call, sql: call(sql)):
+        run(execute, "SET deadlock_timeout = '1h'")
+    second_connection.run(Shipment.objects.select_for_update().get, pk=shipments[1].pk)
+    on_transition, wanted = Hooked.on_transition, Shipment.objects.filter(pk=shipments[0].pk)
+
+    def closing(self: Hooked, job: Job) -> int:
+        if job.id == ends[1].job.id:
+            second_connection.begin(wanted.update, note="its own")
+            wait_until(lambda: is_waiting_for_a_row(), 20, "it does not wait")
+        return on_transition(self, job)
+
+    monkeypatch.setattr(Hooked, "on_transition", closing)
+    assert complete_hooked(*ends) == [False] * 3
+    assert second_connection.join(20) == 1
+    second_connection.leave()
+    assert lifecycle.share_of(kinds.get(Hooked)) is Share.ALONE
+    assert [(row.status, row.note) for row in Shipment.objects.order_by("id")] == [
+        ("queued", "its own"), ("queued", ""), ("queued", ""),
+    ]  # fmt: skip
+
+
+def execute(sql: str) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(sql)
+
+
+def is_waiting_for_a_row() -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'")
+        return cursor.fetchone()[0] > 0
+
+
+@pytest.mark.postgres_only
+def test_a_hook_that_hangs_with_others_holds_up_no_other(quick: None) -> None:
+    """Nor those of its own kind: they end alone."""
+    with RunningHere(queues=["fast"], concurrency=2) as worker:
+        first = start(kind=Hooked, note="waits")
+        assert WAITING.wait(20)
+        assert {task.job.id for task in worker._led} == {first.id}
+        others = [start(kind=kind) for _ in range(20) for kind in (Hooked, Fast, Mirrored)]
+        wait_until(lambda: ended(*others), 30, "they wait for it")
+        assert now(first).status == "running"
+        GATE.set()
+        wait_until(lambda: ended(first), 20, "it never came back")
+    assert {(now(job).status, now(job).attempts) for job in [first, *others]} == {("completed", 1)}
+
+
+@pytest.mark.postgres_only
+@pytest.mark.parametrize("error", [InterfaceError("the connection was cut"), IntegrityError("a check")])
+def test_what_has_hooks_ends_alone_when_the_thread_for_ends_cannot(
+    error: Exception, quick: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = list[str]()
+
+    def failing(owner: str, endings: Any) -> None:
+        failed.append(threading.current_thread().name)
+        raise error
+
+    monkeypatch.setattr(lifecycle, "complete_many", failing)
+    jobs = [start(kind=Hooked) for _ in range(30)]
+    assert Worker(queues=["fast"], concurrency=2, until_idle=True).run() == 0
+    assert failed and all(name.startswith("durable-jobs-ends") for name in failed)
+    assert {(now(job).status, now(job).attempts) for job in jobs} == {("completed", 1)}
+    assert "lease_lost" not in caplog.text
+
+
+def test_a_drain_waits_for_hooks_that_share(quick: None) -> None:
+    here = RunningHere(queues=["fast"], concurrency=2)
+    with here as worker:
+        first = start(kind=Hooked, note="waits")
+        assert WAITING.wait(20)
+        worker.stop()
+        if connection.vendor == "postgresql":
+            wait_until(worker._draining.is_set, 10, "no drain")
+            time.sleep(0.3)
+            assert not worker.keeper._stopping.is_set(), "it went, and nobody renews that lease"
+        GATE.set()
+    assert here.code == 0
+    assert now(first).status == "completed"
 
 
 def finished_tasks(kind: type[Kind], owner: str, many: int) -> list[Task]:
@@ -762,7 +943,7 @@ def test_what_follows_the_commit_comes_in_the_same_order_with_others_and_alone()
 
 def test_a_slow_hook_ends_its_jobs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = shared(monkeypatch)
-    monkeypatch.setattr(lifecycle, "QUICK_HOOK_SECONDS", 0.0)
+    monkeypatch.setattr(lifecycle, "QUICK_HOOK_SECONDS", 1e-9)
     jobs = [start(kind=Hooked) for _ in range(5)]
     assert Worker(queues=["fast"], concurrency=2, until_idle=True).run() == 0
     assert {now(job).status for job in jobs} == {"completed"} and not counted
