@@ -585,6 +585,7 @@ _ROUTES = _statement(
 
 # `ANY` finds all rows by one walk through the key, where a join would search it for each, and again for each that is
 # locked. The ids come in order, so that `width_bucket` is the place of an id among them, and of its epoch and ttl.
+# Each list stands there once: where the driver writes values into the text, it would be sent as often as it is named.
 # The second walk goes by id, too: of a row that somebody has changed just before it was locked, the statement sees
 # the older version alone, and would find nothing where the newer is.
 # The moments, in brackets, are computed once, when all rows are locked; on SQLite the leases of one length are an
@@ -592,14 +593,17 @@ _ROUTES = _statement(
 # What was renewed and has nothing to be told is left out of PostgreSQL's answer: most of the time that is all.
 _BEAT_MANY = _statement(
     """
-    WITH locked AS MATERIALIZED (
+    WITH given AS MATERIALIZED (SELECT :ids AS ids, :epochs AS epochs, :ttls AS ttls),
+    locked AS MATERIALIZED (
         SELECT id AS locked_id FROM {job}
-        WHERE id = ANY(:ids) AND {job}.lease_owner = :owner
-            AND {job}.lease_epoch = (:epochs)[width_bucket(id, :ids)]
+        WHERE id = ANY((SELECT ids FROM given)::uuid[])
+            AND {job}.lease_owner = :owner
+            AND {job}.lease_epoch = (SELECT epochs FROM given)[width_bucket(id, (SELECT ids FROM given))]
         FOR NO KEY UPDATE SKIP LOCKED),
     renewed AS (
         UPDATE {job} SET heartbeat_at = (SELECT {now}),
-            lease_expires_at = (SELECT {now}) + make_interval(secs => (:ttls)[width_bucket(id, :ids)])
+            lease_expires_at = (SELECT {now}) + make_interval(
+                secs => (SELECT ttls FROM given)[width_bucket(id, (SELECT ids FROM given))])
         WHERE id = ANY(ARRAY(SELECT locked_id FROM locked))
         RETURNING id, cancel_requested_at IS NOT NULL OR ({any_mail} AND {mailbox}) AS cancelled,
             {any_pause} AND {paused} AS paused)
@@ -608,8 +612,9 @@ _BEAT_MANY = _statement(
     SELECT mine.mine_id, false,
         coalesce({job}.lease_owner = :owner AND {job}.lease_epoch = mine.mine_epoch, false),
         {job}.cancel_requested_at IS NOT NULL OR {mailbox}, {paused}
-    FROM unnest(:ids, :epochs) AS mine(mine_id, mine_epoch) LEFT JOIN {job} ON {job}.id = mine.mine_id
-    WHERE (SELECT count(*) FROM renewed) < cardinality(:ids) AND mine.mine_id NOT IN (SELECT id FROM renewed)""",
+    FROM given CROSS JOIN unnest(given.ids, given.epochs) AS mine(mine_id, mine_epoch)
+        LEFT JOIN {job} ON {job}.id = mine.mine_id
+    WHERE (SELECT count(*) FROM renewed) < cardinality(given.ids) AND mine.mine_id NOT IN (SELECT id FROM renewed)""",
     """
     UPDATE {job} SET heartbeat_at = (SELECT {now}), lease_expires_at = (SELECT {after :ttl})
     FROM (SELECT key AS mine_id, value AS mine_epoch FROM json_each(:leases)) mine

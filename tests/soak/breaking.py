@@ -39,7 +39,7 @@ def _forget_owner_and_epoch() -> None:
 
 OF_A_BEAT: Final = {
     "postgresql": {
-        "AND {job}.lease_epoch = (:epochs)[width_bucket(id, :ids)]": "",
+        " AND {job}.lease_epoch = (SELECT epochs FROM given)[width_bucket(id, (SELECT ids FROM given))]": "",
         " AND {job}.lease_epoch = mine.mine_epoch": "",
         "{job}.lease_owner = :owner": "{job}.status = 'running'",
     },
