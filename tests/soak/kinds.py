@@ -87,7 +87,22 @@ class Parking(Steady):
 
     name = "soak.parking"
     orphan_policy = "park"
-    mirror = mirror()
+
+    def on_transition(self, job: Job) -> int:
+        """As the mirrors of the others do, by a hook of its own."""
+        ended = {
+            "completed": Order.Status.DONE,
+            "failed": Order.Status.FAILED,
+            "cancelled": Order.Status.STOPPED,
+        }
+        return self.open_orders(job).update(status=ended[job.status])
+
+    def on_redrive(self, job: Job) -> int:
+        orders = Order.objects.filter(pk=job.subject_id)
+        return orders.exclude(status=Order.Status.DONE).update(status=Order.Status.WAITING)
+
+    def open_orders(self, job: Job) -> Any:
+        return Order.objects.filter(pk=job.subject_id, status__in=[Order.Status.WAITING, Order.Status.MOVING])
 
 
 @register
