@@ -146,13 +146,17 @@ def refuse_borrowed(using: str, what: str) -> None:
 
     The block that Django's TestCase opens does not count, as with `atomic(durable=True)`.
     """
-    connection = connections[using]
+    refuse_borrowed_on(connections[using], what)
+
+
+def refuse_borrowed_on(connection: BaseDatabaseWrapper, what: str) -> None:
+    """`refuse_borrowed` for this very connection."""
     blocks = connection.atomic_blocks
     if blocks and not isinstance(blocks[-1], OwnAtomic) and not is_testcases(blocks[-1]):
         raise TransactionOwned(what)
     # With autocommit off the end of a block commits nothing. Asking must not connect: the server may be away.
     there = connection.connection is not None
-    autocommit = connection.get_autocommit() if there else connection.settings_dict["AUTOCOMMIT"]
+    autocommit = connection.autocommit if there else connection.settings_dict["AUTOCOMMIT"]
     if not connection.in_atomic_block and not autocommit:
         raise TransactionOwned(what)
 
@@ -672,7 +676,10 @@ def is_direct(connection: BaseDatabaseWrapper) -> bool:
         and connection.connection is not None
         and not connection.needs_rollback
         and not connection.queries_logged
-        and all(getattr(wrapper, DIRECT, False) for wrapper in connection.execute_wrappers)
+        and (
+            not connection.execute_wrappers
+            or all(getattr(wrapper, DIRECT, False) for wrapper in connection.execute_wrappers)
+        )
     )
 
 
@@ -973,9 +980,11 @@ class Loader:
 
     def _is_plain(self) -> bool:
         """Whether nobody has a say in how an instance is made."""
-        return self._plain and not (
-            pre_init.has_listeners(self._model) or post_init.has_listeners(self._model)
-        )
+        if not self._plain:
+            return False
+        if not pre_init.receivers and not post_init.receivers:
+            return True
+        return not (pre_init.has_listeners(self._model) or post_init.has_listeners(self._model))
 
     def _of(self, using: str, attributes: dict[str, Any]) -> Any:
         made = self._model.__new__(self._model)
@@ -990,12 +999,13 @@ def _moment(value: Any, column: Any, connection: BaseDatabaseWrapper) -> datetim
     return moment_of(connection, value)
 
 
-_loaders: dict[tuple[str, str], Loader] = {}
+_loaders: dict[tuple[Any, str], Loader] = {}
 
 
 def loader(model: Any, connection: BaseDatabaseWrapper) -> Loader:
     """The loader of a model for this connection's vendor, built once."""
-    key = (model._meta.label_lower, connection.vendor)
-    if key not in _loaders:
-        _loaders[key] = Loader(model, connection)
-    return _loaders[key]
+    key = (model, connection.vendor)
+    found = _loaders.get(key)
+    if found is None:
+        found = _loaders[key] = Loader(model, connection)
+    return found

@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 from uuid import UUID
 
@@ -132,6 +131,23 @@ class Hold:
             self._retry_at = now + min(SKIPPED_INTERVAL, self._interval)
 
 
+class _Claiming:
+    """Counts the claims that are open, and those that have begun, under the keeper's guard."""
+
+    def __init__(self, guard: threading.Lock) -> None:
+        self._guard = guard
+        self.open = self.begun = 0
+
+    def __enter__(self) -> None:
+        with self._guard:
+            self.open += 1
+            self.begun += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._guard:
+            self.open -= 1
+
+
 class Keeper:
     """Keeps the leases of one owner. `start()`, then `hold` and `let_go` from any thread, then `stop()`.
 
@@ -149,8 +165,7 @@ class Keeper:
         self._planned = math.inf
         self._at_once = False
         self._stopping = threading.Event()
-        self._claims = 0
-        self._claims_begun = 0
+        self._claiming = _Claiming(self._guard)
         self._strangers: set[tuple[UUID, int]] = set()
         self._version: tuple[Any, int] | None = None
         self._outage = Outage("keeper", longest=1.0)
@@ -187,17 +202,9 @@ class Keeper:
             if self._holds.get(hold.key) is hold:
                 del self._holds[hold.key]
 
-    @contextmanager
-    def claiming(self) -> Iterator[None]:
+    def claiming(self) -> AbstractContextManager[None]:
         """Around a claim and the `hold` of everything it claimed: meanwhile nothing passes for a stranger."""
-        with self._guard:
-            self._claims += 1
-            self._claims_begun += 1
-        try:
-            yield
-        finally:
-            with self._guard:
-                self._claims -= 1
+        return self._claiming
 
     def ask_to_stop(self) -> None:
         """Wake every step that waits on `ctx.stop`: the process drains."""
@@ -340,14 +347,14 @@ class Keeper:
 
     def _look_for_strangers(self) -> None:
         with self._guard:
-            quiet, claims_begun = self._claims == 0, self._claims_begun
+            quiet, claims_begun = self._claiming.open == 0, self._claiming.begun
             known = {hold.lease.job_id for hold in self._holds.values() if not hold.lost}
         if not quiet:
             self._strangers = set()
             return
         found = set(store.strangers(self.owner, known))
         with self._guard:
-            quiet = self._claims == 0 and self._claims_begun == claims_begun
+            quiet = self._claiming.open == 0 and self._claiming.begun == claims_begun
             found -= self._holds.keys()
         if not quiet:
             self._strangers = set()

@@ -1460,27 +1460,45 @@ def claim_next(
     if not probes or limit < 1:
         return []
     using = database.alias()
+    if limit == len(probes) == 1 and not ahead and connections[using].vendor == "postgresql":
+        one = claim_one(owner, probes[0], suspects=suspects)
+        return [] if one is None else [one]
     size = max(size for size in _CLAIM_SIZES if size <= limit)
     # Chance decides among equals: SQLite takes the probes as they come, and a backlog would starve the rest.
     ordered = sorted(probes, key=lambda probe: (-probe.priority, random.random()))
     with database.statement(using, what="claim_next") as connection:
-        if size == len(probes) == 1 and not ahead and connection.vendor == "postgresql":
-            place = probes[0]._replace(ttl=float(probes[0].ttl))._asdict()
-            rows = _CLAIM_ONE.run(connection, owner=owner, suspects=suspects, **place)
-        else:
-            rows = _CLAIM_NEXT[size].run(
-                connection,
-                owner=owner,
-                floors=[probe.floor for probe in ordered],
-                ttls=[float(probe.ttl) for probe in ordered],
-                suspects=suspects,
-                ahead=ahead,
-                **_probed(ordered),
-            )
+        rows = _CLAIM_NEXT[size].run(
+            connection,
+            owner=owner,
+            floors=[probe.floor for probe in ordered],
+            ttls=[float(probe.ttl) for probe in ordered],
+            suspects=suspects,
+            ahead=ahead,
+            **_probed(ordered),
+        )
         jobs = _jobs(connection, rows)
     claimed = [Claimed(job, row[-1]) for job, row in zip(jobs, rows, strict=True)]
     # By the number: two ids are compared in Python.
     return sorted(claimed, key=lambda one: (-one.job.priority, one.job.id.int))
+
+
+def claim_one(owner: str, probe: Probe, *, suspects: bool = True) -> Claimed | None:
+    """As `claim_next`, for one job of one place (PostgreSQL)."""
+    connection = database.connection()
+    database.refuse_borrowed_on(connection, "claim_next")
+    rows = _CLAIM_ONE.run(
+        connection,
+        owner=owner,
+        suspects=suspects,
+        queue=probe.queue,
+        kind=probe.kind,
+        priority=probe.priority,
+        floor=probe.floor,
+        ttl=float(probe.ttl),
+    )
+    if not rows:
+        return None
+    return Claimed(_jobs(connection, rows)[0], rows[0][-1])
 
 
 def announce(

@@ -310,13 +310,15 @@ class Worker:
                     self._wait()
             except Exception as error:
                 self._stopping.wait(self._outage.seen(error))
-            if self._hung() >= self.concurrency:
+            if self._tasks and self._hung() >= self.concurrency:
                 tell(logger, logging.CRITICAL, "no_thread_left", owner=self.owner)
                 return EXIT_NO_THREAD
         return EXIT_DONE
 
     def _round(self) -> bool:
         """Complete what has ended and claim what can begin, together where that is possible; whether any began."""
+        if self.claimer.is_told and self._begin_told():
+            return True
         self._look_around()
         self._let_ends_gather()
         self._free_hooked()
@@ -340,6 +342,19 @@ class Worker:
         if self.claimer.claims_singly:
             # The interpreter is for its step now: nothing else was due a moment ago.
             self.claimer.rest(BEGIN_SECONDS)
+        return True
+
+    def _begin_told(self) -> bool:
+        """A job that came while there was nothing to do begins past everything else; the next round looks at that."""
+        if self._ended or self._led or len(self._tasks) >= self.concurrency:
+            return False
+        with self.keeper.claiming():
+            job = self.claimer.claim_told(suspects=not self._has_suspect())
+            if job is None:
+                return False
+            task = self._take(job)
+        self._dispatch([task], 1)
+        self.claimer.rest(BEGIN_SECONDS)
         return True
 
     def _complete_and_claim(
@@ -527,7 +542,16 @@ class Worker:
         return Task(job, hold, suspect=job.redrives_since_commit > 0)
 
     def _dispatch(self, tasks: list[Task], free: int) -> None:
-        """Hand over what may begin: of several suspects one, and only after the others went back.
+        """Hand over what may begin."""
+        if len(tasks) > 1:
+            tasks = self._begun_first(tasks, free)
+        with self._guard:
+            self._tasks.update(dict.fromkeys(tasks))
+        for task in tasks:
+            self._inbox.put(task)
+
+    def _begun_first(self, tasks: list[Task], free: int) -> list[Task]:
+        """Of several suspects one, and only after the others went back.
 
         What would count as begun already begins first, and no more of it than there are threads.
         """
@@ -540,10 +564,7 @@ class Worker:
         for task, event in back.items():
             self._give_back(task, event)
         rest = [task for task in tasks if task not in back]
-        with self._guard:
-            self._tasks.update(dict.fromkeys(rest))
-        for task in sorted(rest, key=lambda task: task.job.heartbeat_at is None):
-            self._inbox.put(task)
+        return sorted(rest, key=lambda task: task.job.heartbeat_at is None)
 
     def _give_back(self, task: Task, event: str) -> None:
         """Return a job that has not begun; if that fails its lease runs out, or the keeper gives it back."""
@@ -590,7 +611,9 @@ class Worker:
         return sum(task.hold.key in hung for task in self._running())
 
     def _has_suspect(self) -> bool:
-        return any(task.suspect and not self.keeper.has_committed(task.lease) for task in self._running())
+        return bool(self._tasks) and any(
+            task.suspect and not self.keeper.has_committed(task.lease) for task in self._running()
+        )
 
     # --- the slice threads
 

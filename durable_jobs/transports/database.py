@@ -272,6 +272,32 @@ class Listener:
         return psycopg.connect(**{**parameters, "autocommit": True})
 
 
+class _Wakeup:
+    """An event that one thread waits for and any may set. The end of a wait unsets it.
+
+    It is a bare lock, free when set: a `threading.Event` is ten calls for each of these in Python.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    @property
+    def is_set(self) -> bool:
+        return not self._lock.locked()
+
+    def set(self) -> None:
+        try:
+            self._lock.release()
+        except RuntimeError:
+            # Set already, and nobody has waited since.
+            return
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it was set before `timeout` seconds were over."""
+        return self._lock.acquire(timeout=max(timeout, 0.0))
+
+
 class Claimer:
     """Finds and claims due jobs of known kinds for one owner; used by one thread, woken by any.
 
@@ -291,7 +317,7 @@ class Claimer:
         """Monotonic time of the earliest known row; None: not known, ask."""
         self._floors: dict[Pair, datetime] = {}
         self._guard = threading.Lock()
-        self._woken = threading.Event()
+        self._woken = _Wakeup()
         self._sweep_at = 0.0
         self._changed = True
         self._version: tuple[Any, int] | None = None
@@ -302,6 +328,8 @@ class Claimer:
         self._waits = False
         self._told: set[Pair] = set()
         """Of what it was told since it waits."""
+        self._asked_alone: list[Probe] = []
+        """Where it has just found nothing of what it was told."""
         self.claims_singly = False
         """Whether the last claim was of one job alone, of which it was told while it waited."""
         self._plans_doubted = False
@@ -314,7 +342,7 @@ class Claimer:
     def wake(self) -> None:
         """End `wait` now."""
         # Who finds it set comes before the end of a wait, and so before the look that follows it.
-        if not self._woken.is_set():
+        if not self._woken.is_set:
             self._woken.set()
 
     def heard(self, pair: Pair | None) -> None:
@@ -361,17 +389,55 @@ class Claimer:
             return []
         if database.connection().vendor == "sqlite":
             return self._claim_on_sqlite(limit, suspects, ahead, quick)
-        told = self._told_of()
-        alone = self._probes_at([told]) if told is not None and limit > 0 else []
-        # The list is made anew, and all else looked at, by the next claim: that takes as long as from commit to step.
-        claimed = self._ask(alone, 1, suspects, 0, ()) if alone else []
-        self.claims_singly = bool(claimed)
-        if not claimed:
-            self._sweep_if_due()
-            probes = self._probes()
-            if probes and probes != alone:
-                claimed = self._ask(probes, limit, suspects, ahead, quick)
-        return [one.job for one in claimed]
+        if limit < 1:
+            self._forget_told()
+        elif (alone := self.claim_told(suspects=suspects)) is not None:
+            return [alone]
+        self._sweep_if_due()
+        probes = self._probes()
+        asked, self._asked_alone = self._asked_alone, []
+        if not probes or probes == asked:
+            return []
+        return [one.job for one in self._ask(probes, limit, suspects, ahead, quick)]
+
+    @property
+    def is_told(self) -> bool:
+        """Whether it was told of one place while it waited, and has not looked there since (PostgreSQL)."""
+        return len(self._told) == 1
+
+    def claim_told(self, *, suspects: bool = True) -> Job | None:
+        """Claim one job of the one place that it was told of while it waited; None: of none or of several, or none is due.
+
+        The list is made anew, and all else looked at, by the next `claim`: that takes as long as from commit to step.
+        """
+        self.claims_singly = False
+        with self._guard:
+            self._waits = False
+            if not self._told:
+                return None
+            told, self._told = self._told, set()
+            pair = told.pop()
+            kind = self._kind(pair.kind)
+            if told or kind is None:
+                return None
+            probe = Probe(*pair, self._floors.get(pair), kind.lease_seconds)
+        if kind.max_running is not None:
+            claimed = self._ask([probe], 1, suspects, 0, ())
+            one = claimed[0] if claimed else None
+        else:
+            began = time.monotonic()
+            one = store.claim_one(self.owner, probe, suspects=suspects)
+            self._time_claim(time.monotonic() - began, 1)
+            self.answers += 1
+            with self._guard:
+                self._due_at[pair] = None
+                if one is not None and one.run_at is not None:
+                    self._floors[pair] = one.run_at - FLOOR_MARGIN
+        if one is None:
+            self._asked_alone = [probe]
+            return None
+        self.claims_singly = True
+        return one.job
 
     def _ask(
         self, probes: list[Probe], limit: int, suspects: bool, ahead: int, quick: Collection[str]
@@ -383,12 +449,10 @@ class Claimer:
         self._note(probes, claimed)
         return claimed
 
-    def _told_of(self) -> Pair | None:
-        """The one pair that it was told of while it waited; None: of none, or of several."""
+    def _forget_told(self) -> None:
         with self._guard:
-            self._waits, told = False, self._told
-            self._told = set()
-        return told.pop() if len(told) == 1 else None
+            self._waits, self._told = False, set()
+        self.claims_singly = False
 
     def _time_claim(self, took: float, jobs: int) -> None:
         if took > LONG_CLAIM_SECONDS + jobs * LONG_CLAIM_SECONDS_EACH:
@@ -415,14 +479,12 @@ class Claimer:
         if database.connection().vendor == "sqlite":
             self._watch_file(timeout)
         else:
-            self._waits = not self._woken.is_set()
+            self._waits = not self._woken.is_set
             self._woken.wait(timeout)
-        self._woken.clear()
 
     def rest(self, timeout: float) -> None:
         """Return when woken or after `timeout` seconds, whatever is due."""
         self._woken.wait(timeout)
-        self._woken.clear()
 
     # --- the list
 
@@ -617,10 +679,11 @@ class Claimer:
         """Other connections' commits change `data_version`; this one's own claims need no waking."""
         deadline, pause = time.monotonic() + timeout, config.SQLITE_POLL
         read = database.version_reader(database.connection())
-        while not self._woken.is_set() and (left := deadline - time.monotonic()) > 0:
+        while (left := deadline - time.monotonic()) > 0:
             if self._version is not None:
                 version = read()
                 self.answers += 1
                 if version != self._version:
                     return
-            self._woken.wait(min(pause, left))
+            if self._woken.wait(min(pause, left)):
+                return
