@@ -262,11 +262,15 @@ def left_by(off: Any) -> Any:
     assert not any(in_block for _, _, in_block in Told.told)
     assert sum(now(job).status == "completed" for job in jobs) == sum(NOTES.values())
     found = (*left_behind(), [row.status for row in Shipment.objects.order_by("id")])
+    forget_everything()
+    return found
+
+
+def forget_everything() -> None:
     with connection.cursor() as cursor:
         cursor.execute("DELETE FROM durable_jobs_event")
         cursor.execute("DELETE FROM durable_jobs_job")
     Shipment.objects.all().delete()
-    return found
 
 
 # --- ends that share a transaction
@@ -1239,3 +1243,161 @@ def test_a_worker_renews_plans_between_two_claims(monkeypatch: pytest.MonkeyPatc
         assert renewed.wait(30)
         second = start()
         wait_until(lambda: ended(first, second), 30, "not completed afterwards")
+
+
+# --- what an idle worker is told of
+
+
+PLACE = transport.Pair("fast", Fast.name, 0)
+
+
+def told_of(worker: Worker, place: transport.Pair = PLACE) -> None:
+    """As its listener tells it while it waits."""
+    worker.claimer._waits = True
+    worker.claimer.heard(place)
+
+
+@pytest.mark.postgres_only
+def test_what_an_idle_worker_is_told_of_ends_as_it_would_by_a_whole_round(
+    monkeypatch: pytest.MonkeyPatch, settings: Any
+) -> None:
+    settings.DURABLE_JOBS = {**SETTINGS, "LISTEN": False, "POLL": 5}
+    begin_told = Worker._begin_told
+    begun: list[bool] = []
+    waits = Claimer.wait
+    ways: list[str] = []
+
+    def starts_the_next(self: Claimer, timeout: float) -> None:
+        if ways and ended(*Job.objects.all()):
+            start(ways.pop())
+            self._waits = True
+            self.heard(told)
+        else:
+            waits(self, min(timeout, 0.05))
+
+    def left() -> Any:
+        forget_everything()
+        ways.extend(WAYS)
+        with RunningHere(queues=["fast"], concurrency=4):
+            wait_until(lambda: not ways and ended(*Job.objects.all()), 60, "not all have ended")
+        return left_behind()
+
+    monkeypatch.setattr(Claimer, "wait", starts_the_next)
+    monkeypatch.setattr(Worker, "_begin_told", lambda self: begun.append(begin_told(self)) or begun[-1])
+    told: transport.Pair | None = None
+    by_whole_rounds = left()
+    assert not begun
+    told = PLACE
+    assert left() == by_whole_rounds
+    assert begun == [True] * len(WAYS)
+
+
+@pytest.mark.postgres_only
+def test_a_lease_that_it_was_told_of_is_never_unheld(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(queues=["fast"])
+    job = start()
+    told_of(worker)
+    open_claims: list[int] = []
+    held: list[Any] = []
+    claim_one, ends = store.claim_one, type(worker.keeper._claiming).__exit__
+
+    def claims(*given: Any, **more: Any) -> Any:
+        open_claims.append(worker.keeper._claiming.open)
+        return claim_one(*given, **more)
+
+    def ending(self: Any, *error: object) -> None:
+        held.extend(worker.keeper._holds)
+        ends(self, *error)
+
+    monkeypatch.setattr(store, "claim_one", claims)
+    monkeypatch.setattr(type(worker.keeper._claiming), "__exit__", ending)
+    assert worker._round()
+    assert open_claims == [1] and held == [(job.id, 1)]
+    assert worker.keeper._claiming.open == 0
+    (task,) = worker._tasks
+    assert task is worker._inbox.get_nowait() and task.lease == Lease(job.id, worker.owner, 1, 60.0)
+
+
+@pytest.mark.postgres_only
+@pytest.mark.parametrize("why", ["is full", "has ends", "runs a suspect", "is paused", "is of another queue"])
+def test_what_a_worker_may_not_begin_it_does_not_begin_because_it_is_told(why: str) -> None:
+    worker = Worker(queues=["fast"], concurrency=1 if why == "is full" else 2)
+    claimed, lease = running()
+    task = Task(claimed, Hold(lease), suspect=why == "runs a suspect")
+    worker.keeper.hold(task.hold)
+    if why in ("is full", "runs a suspect"):
+        worker._tasks[task] = None
+    if why == "has ends":
+        worker._ended.append(task)
+    job = start()
+    if why == "runs a suspect":
+        change(job, redrives_since_commit=1)
+    if why == "is paused":
+        service.pause(queue="fast", reason="test", actor="test")
+    told_of(worker, PLACE._replace(queue="other") if why == "is of another queue" else PLACE)
+    assert not worker._begin_told()
+    assert now(job).status == "pending" and worker._inbox.empty()
+    assert list(worker.keeper._holds) == [task.hold.key]
+
+
+@pytest.mark.postgres_only
+def test_a_kind_with_a_limit_is_counted_also_when_a_worker_is_told_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Fast, "max_running", 1)
+    jobs = [start(), start()]
+    workers = Worker(queues=["fast"]), Worker(queues=["fast"])
+    for worker in workers:
+        told_of(worker)
+    assert [worker._begin_told() for worker in workers] == [True, False]
+    assert sorted(now(job).status for job in jobs) == ["pending", "running"]
+
+
+@pytest.mark.postgres_only
+def test_where_nothing_is_left_of_what_it_was_told_it_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(queues=["fast"])
+    assert not worker._round()
+    asked: list[str] = []
+    for name in ("claim_one", "claim_next"):
+        real = getattr(store, name)
+        monkeypatch.setattr(
+            store, name, lambda *a, _real=real, _name=name, **k: asked.append(_name) or _real(*a, **k)
+        )
+
+    def asks(act: Callable[[], object]) -> list[str]:
+        asked.clear()
+        act()
+        return list(asked)
+
+    told_of(worker)
+    assert asks(worker._round) == ["claim_one"]
+    assert asks(worker._round) == ["claim_next"]
+    for between in (worker.claimer.wait, worker.claimer.rest):
+        told_of(worker)
+        assert asks(worker._begin_told) == ["claim_one"]
+        between(0)
+        assert asks(worker._round) == ["claim_next"]
+    told_of(worker)
+    assert asks(worker._begin_told) == ["claim_one"]
+    worker.claimer._waits = False
+    worker.claimer.heard(PLACE)
+    assert asks(worker._round) == ["claim_next"]
+    told_of(worker)
+    other = start(kind=Told)
+    worker.claimer.expect(other)
+    assert asks(worker._round) == ["claim_one", "claim_next"]
+    assert now(other).status == "running"
+
+
+def test_a_wake_up_ends_one_wait_and_is_not_lost_before_it() -> None:
+    wakeup = transport._Wakeup()
+    assert not wakeup.is_set and not wakeup.wait(0) and not wakeup.wait(-1.0)
+    wakeup.set()
+    wakeup.set()
+    assert wakeup.is_set and wakeup.wait(0) and not wakeup.is_set and not wakeup.wait(0.001)
+    woken: list[bool] = []
+    waiting = threading.Thread(target=lambda: woken.append(wakeup.wait(60)))
+    waiting.start()
+    wakeup.set()
+    waiting.join(60)
+    assert woken == [True] and not wakeup.is_set

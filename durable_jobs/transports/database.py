@@ -329,7 +329,7 @@ class Claimer:
         self._told: set[Pair] = set()
         """Of what it was told since it waits."""
         self._asked_alone: list[Probe] = []
-        """Where it has just found nothing of what it was told."""
+        """Where it has found nothing of what it was told, and need not ask again until it has waited or hears more."""
         self.claims_singly = False
         """Whether the last claim was of one job alone, of which it was told while it waited."""
         self._plans_doubted = False
@@ -350,6 +350,7 @@ class Claimer:
         with self._guard:
             if pair is not None and not self._is_ours(pair):
                 return
+            self._asked_alone = []
             if pair is None:
                 self._sweep_at = 0.0
             else:
@@ -475,6 +476,7 @@ class Claimer:
 
     def wait(self, timeout: float) -> None:
         """Return when a job may be due, when woken, or after `timeout` seconds."""
+        self._asked_alone = []
         timeout = min(timeout, self.next_due())
         if database.connection().vendor == "sqlite":
             self._watch_file(timeout)
@@ -484,6 +486,7 @@ class Claimer:
 
     def rest(self, timeout: float) -> None:
         """Return when woken or after `timeout` seconds, whatever is due."""
+        self._asked_alone = []
         self._woken.wait(timeout)
 
     # --- the list
