@@ -688,7 +688,7 @@ class Worker:
     def _run_task(self, task: Task) -> None:
         connection = None
         try:
-            connection = own_connection.own(threading.current_thread().name.removeprefix("durable-jobs-"))
+            connection = own_connection.own(task.thread.removeprefix("durable-jobs-"))
             if task.finished is None and (self._draining.is_set() or task.hold.paused):
                 self._give_back(task, "given_back")
                 return

@@ -428,7 +428,7 @@ class Claimer:
         else:
             began = time.monotonic()
             one = store.claim_one(self.owner, probe, suspects=suspects)
-            self._time_claim(time.monotonic() - began, 1)
+            self._time_claim(time.monotonic() - began, int(one is not None))
             self.answers += 1
             with self._guard:
                 self._due_at[pair] = None
