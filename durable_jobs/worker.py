@@ -346,7 +346,7 @@ class Worker:
 
     def _begin_told(self) -> bool:
         """A job that came while there was nothing to do begins past everything else; the next round looks at that."""
-        if self._ended or self._led or len(self._tasks) >= self.concurrency:
+        if self._unended() or self._led or len(self._tasks) >= self.concurrency:
             return False
         with self.keeper.claiming():
             job = self.claimer.claim_told(suspects=not self._has_suspect())
