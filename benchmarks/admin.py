@@ -300,7 +300,7 @@ def start(token: str) -> subprocess.Popen[str]:
 
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.admin", "--act", token],
-        env=process_environment(),
+        env={**process_environment(), "DJANGO_SETTINGS_MODULE": "tests.settings"},
         text=True,
         stdout=subprocess.PIPE,
     )

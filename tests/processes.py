@@ -112,11 +112,11 @@ class Processes:
 
 
 def process_environment(settings: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """The environment in which Django finds the tests' settings and the database of this run."""
+    """The environment in which Django finds the settings of jobs and the database of this run."""
     return {
         **os.environ,
         "DATABASE_URL": database_url(),
-        "DJANGO_SETTINGS_MODULE": "tests.settings",
+        "DJANGO_SETTINGS_MODULE": "tests.job_settings",
         "DURABLE_JOBS_TEST_SETTINGS": json.dumps(settings or {}),
         "PYTHONUNBUFFERED": "1",
         PARENT_VARIABLE: str(os.getpid()),

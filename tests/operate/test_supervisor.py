@@ -406,7 +406,7 @@ def test_no_process_uses_a_connection_of_another_and_the_supervisor_has_none(
     dead = start("lasting", 60)
     environment = {}
     if connection.vendor == "postgresql" and find_spec("psycopg_pool"):
-        pooled = "from tests.settings import *\nDATABASES['default']['OPTIONS'] = {'pool': True}\n"
+        pooled = "from tests.job_settings import *\nDATABASES['default']['OPTIONS'] = {'pool': True}\n"
         (tmp_path / "pooled.py").write_text(pooled)
         environment = {
             "DJANGO_SETTINGS_MODULE": "pooled",
@@ -522,7 +522,7 @@ def project(tmp_path: Path) -> Path:
     app.mkdir()
     (app / "__init__.py").write_text("")
     (app / "settings.py").write_text(
-        "from tests.settings import *\nINSTALLED_APPS = [*INSTALLED_APPS, 'changing']\n"
+        "from tests.job_settings import *\nINSTALLED_APPS = [*INSTALLED_APPS, 'changing']\n"
     )
     write_kind(app, "first")
     return app

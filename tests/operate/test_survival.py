@@ -316,7 +316,7 @@ def test_a_server_that_is_read_only_for_five_seconds_is_waited_out(
 def impatient(tmp_path: Path) -> dict[str, str]:
     """The environment of a project whose SQLite waits for 0.3 s."""
     (tmp_path / "impatient.py").write_text(
-        "from tests.settings import *\nDATABASES['default']['OPTIONS']['timeout'] = 0.3\n"
+        "from tests.job_settings import *\nDATABASES['default']['OPTIONS']['timeout'] = 0.3\n"
     )
     return {
         "DJANGO_SETTINGS_MODULE": "impatient",
