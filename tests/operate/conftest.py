@@ -104,6 +104,15 @@ def lives(pid: int) -> bool:
         return False
 
 
+def stands(pid: int) -> bool:
+    """Whether every thread of the process has been stopped by SIGSTOP (True where there is no /proc to tell)."""
+    try:
+        threads = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:
+        return False
+    return all(text.rpartition(")")[2].split()[0] == "T" for text in threads)
+
+
 def start(kind: str, value: Any = None, **options: Any) -> Job:
     return service.start(f"operate.{kind}", value, **options).job
 

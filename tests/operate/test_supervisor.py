@@ -34,6 +34,7 @@ from tests.operate.conftest import (
     now,
     proof,
     runs,
+    stands,
     start,
     wait_for,
 )  # fmt: skip
@@ -246,7 +247,10 @@ def test_a_process_that_does_not_end_is_killed_after_the_drain(
     one = start("patient", 60)
     process = start_worker("--processes", "1", "--drain-timeout", "0.5")
     begun(one)
-    os.kill(holder(one), signal.SIGSTOP)
+    pid = holder(one)
+    os.kill(pid, signal.SIGSTOP)
+    # The kernel stops its threads one by one; until the last of them stands, the process may still drain.
+    wait_until(lambda: stands(pid), 20, "it goes on in spite of SIGSTOP")
     process.terminate()
     assert process.wait(15) == 1, process.output
     assert "does not end: killing it" in process.output
