@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psycopg
 import pytest
 from django.conf import settings
 from django.db import connection, connections, transaction
 from django.test import TransactionTestCase
+from psycopg.pq import TransactionStatus
 
 from tests.connections import OtherConnection
 from tests.postgres import FOLDER_VARIABLE, Server, alive
@@ -54,6 +56,46 @@ def empty_tables(self: TransactionTestCase) -> None:
 
 
 TransactionTestCase._fixture_teardown = empty_tables
+
+AS_CONNECTED = "RESET ALL; UNLISTEN *; SELECT pg_advisory_unlock_all(); DISCARD TEMP"
+
+
+class Kept:
+    """The connection that a test began with: on PostgreSQL a new one for each test costs as much as many a test.
+
+    Django closes it after every test. Here it goes on when the test has left it as it was: not connected anew,
+    no transaction, no hook; what may be left in its session is taken back. Only on a server of this run's own,
+    whose defaults are the settings' values.
+    """
+
+    begun_with: object = None
+    begin = TransactionTestCase.__dict__["_fixture_setup"].__func__
+
+    @staticmethod
+    def begun(case: type[TransactionTestCase]) -> None:
+        Kept.begin(case)
+        if FOLDER_VARIABLE in os.environ and connection.vendor == "postgresql":
+            connection.ensure_connection()
+            Kept.begun_with = connection.connection
+
+    @staticmethod
+    def must_close(case: TransactionTestCase) -> bool:
+        raw = connection.connection
+        if raw is None or raw is not Kept.begun_with or len(connections.all(initialized_only=True)) > 1:
+            return True
+        if raw.closed or raw.info.transaction_status != TransactionStatus.IDLE or not raw.autocommit:
+            return True
+        if connection.in_atomic_block or connection.execute_wrappers or connection.run_on_commit:
+            return True
+        try:
+            raw.execute(AS_CONNECTED)
+        except psycopg.Error:
+            return True
+        return False
+
+
+TransactionTestCase._fixture_setup = classmethod(Kept.begun)
+TransactionTestCase._should_reload_connections = Kept.must_close
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
