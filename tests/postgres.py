@@ -274,7 +274,7 @@ def supervise(server: Server, parent: int) -> None:
                 started_at = time.monotonic()
                 postmaster = server._spawn_postmaster()
                 write_whole(server.folder / "postmaster", str(postmaster.pid))
-            time.sleep(0.02)
+            time.sleep(0.05)
     finally:
         if os.getppid() != parent:
             end_users_of(server.folder)
