@@ -30,7 +30,7 @@ $(STAMP): requirements.txt pyproject.toml
 	@$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt --editable .
 	@touch $@
 
-test: install  ## Run every test, on SQLite and on PostgreSQL (its own, or DATABASE_URL) side by side
+test: install  ## Run every test, on SQLite and on PostgreSQL (its own, or DATABASE_URL) side by side; once, where no database matters
 	@$(PY) -m tests.side_by_side $(ARGS)
 
 test-sqlite: install  ## Run the tests on SQLite only (ARGS go to pytest)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.any_database
+
 PACKAGE = Path(__file__).resolve().parent.parent / "durable_jobs"
 
 LAYERS = (

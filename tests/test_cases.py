@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import cache
+
+import pytest
 
 from tests.postgres import ROOT
+
+pytestmark = pytest.mark.any_database
 
 PAGE = (ROOT / "docs" / "cases.md").read_text()
 NUMBER = re.compile(r"\bC\d{3}\b")
@@ -13,6 +18,7 @@ HAPPENS = re.findall(r"^- (C\d{3}) \S.*\.$", TESTED, re.MULTILINE)
 EXCUSED = re.findall(r"^\| (C\d{3}) \| [^|]{10,} \| [^|]{10,} \|$", NOT_OURS, re.MULTILINE)
 
 
+@cache
 def in_tests() -> set[str]:
     files = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "test_cases.py"]
     return {number for path in files for number in NUMBER.findall(path.read_text())}

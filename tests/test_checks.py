@@ -273,7 +273,10 @@ class TestSqliteOptions:
         assert told() == []
 
 
+@pytest.mark.any_database
 class TestProjects:
+    """Each in a process of its own, with a database of its own."""
+
     def test_w001_its_lines_can_be_pasted(self, project):
         found = project.check(f"DATABASES = {SQLITE!r}")
         assert set(found) == {"durable_jobs.W001"}

@@ -8,6 +8,8 @@ from django.test import override_settings
 
 from durable_jobs.conf import Config, config, problems
 
+pytestmark = pytest.mark.any_database
+
 SETTINGS_PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
 
 

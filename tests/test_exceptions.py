@@ -57,6 +57,8 @@ from durable_jobs.exceptions import (
     shown,
 )
 
+pytestmark = pytest.mark.any_database
+
 JOB = uuid.UUID(int=7)
 
 REFUSALS = {

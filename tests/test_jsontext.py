@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from durable_jobs import jsontext
 from durable_jobs.exceptions import InvalidInput
 
+pytestmark = pytest.mark.any_database
+
 MIB = 1024 * 1024
 VALUES_PAGE = Path(__file__).parent.parent / "docs" / "values.md"
 

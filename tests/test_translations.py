@@ -62,6 +62,7 @@ def test_spans_and_what_a_user_reads_are_translated() -> None:
 
 
 @needs_gettext
+@pytest.mark.any_database
 def test_no_text_is_left_untranslated(tmp_path: Path) -> None:
     """As `make messages` would find them."""
     ignored = shutil.ignore_patterns("__pycache__", "*.mo")

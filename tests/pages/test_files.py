@@ -6,9 +6,12 @@ import re
 import shlex
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.postgres import ROOT
+
+pytestmark = pytest.mark.any_database
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))

@@ -20,6 +20,8 @@ from durable_jobs.runner import SliceContext
 from tests.pages.conftest import text_of
 from tests.postgres import ROOT
 
+pytestmark = pytest.mark.any_database
+
 PACKAGE = Path(durable_jobs.__file__).parent
 RAISED_IN_STEPS = {"TransientError", "TerminalError", "UnrecoverableError", "RetryAfter", "Park"}
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.any_database
+
 PROGRAMS = Path(__file__).parent
 PAGE = PROGRAMS.parents[1] / "docs" / "programs.md"
 

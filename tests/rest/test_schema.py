@@ -31,14 +31,17 @@ def schema() -> Any:
     return made
 
 
+@pytest.mark.any_database
 def test_it_is_valid(schema: Any) -> None:
     validate_schema(schema)
 
 
+@pytest.mark.any_database
 def test_a_start_needs_its_body(schema: Any) -> None:
     assert schema["paths"]["/api/jobs/"]["post"]["requestBody"]["required"] is True
 
 
+@pytest.mark.any_database
 def test_every_operation_lists_its_refusals(schema: Any) -> None:
     """C094."""
     assert len(schema["paths"]) == 15
@@ -51,11 +54,13 @@ def test_every_operation_lists_its_refusals(schema: Any) -> None:
         assert codes <= set(schema["paths"][address]["post"]["responses"])
 
 
+@pytest.mark.any_database
 def test_what_may_be_started_is_in_it(schema: Any) -> None:
     assert "409" in schema["paths"]["/api/jobs/"]["post"]["responses"]
     assert "StartBody" in schema["components"]["schemas"]
 
 
+@pytest.mark.any_database
 def test_the_page_names_every_address_filter_and_right(schema: Any) -> None:
     page = (ROOT / "docs" / "rest.md").read_text()
     for address in schema["paths"]:
@@ -91,6 +96,7 @@ def run(program: str, *blocked: str) -> None:
     subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True, timeout=60)
 
 
+@pytest.mark.any_database
 def test_the_package_does_without_the_rest_of_it() -> None:
     program = """
     import durable_jobs.service, durable_jobs.worker, durable_jobs.testing, durable_jobs.access
@@ -99,6 +105,7 @@ def test_the_package_does_without_the_rest_of_it() -> None:
     run(program, "rest_framework", "django_filters", "drf_spectacular")
 
 
+@pytest.mark.any_database
 def test_the_api_does_without_the_schema() -> None:
     program = """
     from django.test import Client
