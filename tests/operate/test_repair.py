@@ -126,7 +126,7 @@ def test_a_backlog_of_a_day_parks_nothing(start_worker: Start) -> None:
     Job._base_manager.update(
         created_at=yesterday, updated_at=yesterday, next_run_at=yesterday, pending_since=yesterday
     )
-    elsewhere = start_worker("--queues", "imports", TICK=0.2)
+    elsewhere = start_worker("--queues", "imports", DISCOVER=["jobs"], TICK=0.2)
     elsewhere.wait_for_output("worker_started")
     time.sleep(2)
     assert not JobEvent.objects.exists()
