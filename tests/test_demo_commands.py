@@ -76,7 +76,9 @@ def test_two_demos_do_not_share_a_folder(processes: Processes, tmp_path: Path) -
         assert second.wait() == 1
         assert "Another demo is running" in second.output
     finally:
-        first.thaw()
+        # Its worker goes on writing until it notices, while the tables are to be emptied.
+        first.kill()
+        wait_for_end(pids(first))
 
 
 def test_serve_prints_the_login_replaces_a_killed_worker_and_ends_both(
