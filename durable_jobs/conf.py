@@ -163,7 +163,9 @@ class Config:
     )
     POLL = Setting(1.0, number(0.01, 60), "Seconds between two looks for due jobs.")
     SQLITE_POLL = Setting(
-        0.006, number(0.001, 60), "Seconds between two looks at whether a SQLite file has changed."
+        0.006,
+        number(0.001, 60),
+        "Seconds between two looks at whether a SQLite file has changed, where nobody tells of a write to it.",
     )
     DRAIN_TIMEOUT = Setting(25.0, number(0, 86_400), "Seconds that a stopping worker waits for its slices.")
     START_TIMEOUT = Setting(
@@ -180,7 +182,11 @@ class Config:
         number(0, 10),
         "Seconds in which a process tells of a kind three times; one NOTIFY at their end tells the rest.",
     )
-    LISTEN = Setting(True, true_or_false, "Whether workers on PostgreSQL listen for new jobs.")
+    LISTEN = Setting(
+        True,
+        true_or_false,
+        "Whether workers are told of new jobs: by PostgreSQL, or by Linux of writes to a SQLite file.",
+    )
     LISTEN_DSN: Setting[str | None] = Setting(
         None, dsn_or_none, "A direct connection to listen on, past a connection pooler."
     )

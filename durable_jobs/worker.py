@@ -248,6 +248,8 @@ class Worker:
             own_connection.close()
         self.keeper.start()
         self.listener.start()
+        if config.LISTEN:
+            self.claimer.watch_file()
         self._threads = [
             _started(f"durable-jobs-slice-{number}", self._serve) for number in range(1, self.concurrency + 1)
         ]
@@ -275,6 +277,7 @@ class Worker:
         self._draining.set()
         self._is_over = True
         self.listener.stop()
+        self.claimer.leave_file()
         for _ in self._threads:
             self._inbox.put(None)
         deadline = time.monotonic() + 1

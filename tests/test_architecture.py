@@ -20,7 +20,7 @@ LAYERS = (
     # A module may import what stands above its line, and its own line as long as no circle comes of it.
     ("exceptions", "logs"),
     ("conf", "jsontext", "database", "keyset"),
-    ("models", "outage", "connection"),
+    ("models", "outage", "connection", "filewatch"),
     ("kinds", "batch", "signals"),
     ("store",),
     ("keeper", "lifecycle", "bounded"),

@@ -23,6 +23,7 @@ from django.db import connections, transaction
 from durable_jobs import connection as connection_module
 from durable_jobs import database, kinds, store
 from durable_jobs.conf import MANUAL_QUEUE, config
+from durable_jobs.filewatch import FileWatch
 from durable_jobs.logs import tell
 from durable_jobs.models import Job, Scope
 from durable_jobs.outage import Outage
@@ -34,6 +35,13 @@ logger = logging.getLogger("durable_jobs.transport")
 CHANNEL = "durable_jobs"
 ANNOUNCED_AHEAD = 2.0
 """Seconds; what is due later than that is found by the workers' own looking, without a NOTIFY."""
+COMMIT_SECONDS = 0.01
+"""So long after a write to a SQLite file its commit is expected …"""
+COMMIT_LOOK_SECONDS = 0.001
+"""… and looked for so often; then each SQLITE_POLL …"""
+STIRRED_SECONDS = 0.1
+"""… until so long after it; and seldom while nobody writes."""
+UNSTIRRED_LOOK_SECONDS = 0.1
 FLOOR_MARGIN = timedelta(seconds=1)
 SWEEP_SECONDS = 1.0
 SWEEP_SHARE = 20
@@ -321,6 +329,8 @@ class Claimer:
         self._sweep_at = 0.0
         self._changed = True
         self._version: tuple[Any, int] | None = None
+        self._watch: FileWatch | None = None
+        self._stirred_at = -math.inf
         self._suspects = True
         self._full: dict[tuple[str, Scope], float] = {}
         """Kinds and scopes at their limit, until a monotonic time; an end seen here is sooner."""
@@ -344,6 +354,11 @@ class Claimer:
         # Who finds it set comes before the end of a wait, and so before the look that follows it.
         if not self._woken.is_set:
             self._woken.set()
+
+    def stirred(self) -> None:
+        """Somebody writes to the SQLite file, or has just done so."""
+        self._stirred_at = time.monotonic()
+        self.wake()
 
     def heard(self, pair: Pair | None) -> None:
         """A hint that a job of this pair is due; None: of any."""
@@ -680,7 +695,7 @@ class Claimer:
 
     def _watch_file(self, timeout: float) -> None:
         """Other connections' commits change `data_version`; this one's own claims need no waking."""
-        deadline, pause = time.monotonic() + timeout, config.SQLITE_POLL
+        deadline = time.monotonic() + timeout
         read = database.version_reader(database.connection())
         while (left := deadline - time.monotonic()) > 0:
             if self._version is not None:
@@ -688,5 +703,32 @@ class Claimer:
                 self.answers += 1
                 if version != self._version:
                     return
-            if self._woken.wait(min(pause, left)):
+            if self._woken.wait(min(self._until_next_look(), left)):
                 return
+
+    def _until_next_look(self) -> float:
+        """Seconds: few while somebody writes, because the commit is seen after the write that stirred."""
+        if self._watch is None or not self._watch.is_watching:
+            return config.SQLITE_POLL
+        since = time.monotonic() - self._stirred_at
+        if since < COMMIT_SECONDS:
+            return min(COMMIT_LOOK_SECONDS, config.SQLITE_POLL)
+        return (
+            config.SQLITE_POLL if since < STIRRED_SECONDS else max(UNSTIRRED_LOOK_SECONDS, config.SQLITE_POLL)
+        )
+
+    def watch_file(self) -> None:
+        """Be told of writes to a SQLite file from now on, where the system can tell."""
+        connection: Any = database.connection()
+        if connection.vendor != "sqlite" or connection.is_in_memory_db():
+            return
+        with connection.cursor() as cursor:
+            cursor.execute("PRAGMA database_list")
+            path = next(path for _, name, path in cursor.fetchall() if name == "main")
+        self._watch = FileWatch(path, self.stirred)
+        self._watch.start()
+
+    def leave_file(self) -> None:
+        """End what `watch_file` began."""
+        if self._watch is not None:
+            self._watch.stop()
