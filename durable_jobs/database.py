@@ -683,6 +683,21 @@ def is_direct(connection: BaseDatabaseWrapper) -> bool:
     )
 
 
+class SettingsWatched:
+    """An execute wrapper: whether a statement has set something for as long as the transaction lasts."""
+
+    _sets = re.compile(r"set(_config|\s+local|\s+constraints)\b")
+
+    def __init__(self) -> None:
+        self.changed = False
+        setattr(self, DIRECT, True)
+
+    def __call__(self, execute: Any, sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:
+        if self._sets.search(str(sql).lower()):
+            self.changed = True
+        return execute(sql, params, many, context)
+
+
 def _can_pipeline(connection: BaseDatabaseWrapper) -> bool:
     """Whether a statement can be on its way while Python goes on, with nobody who wants to see when it ends."""
     if connection.vendor != "postgresql" or connection.queries_logged or connection.execute_wrappers:

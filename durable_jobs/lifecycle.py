@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -42,8 +42,9 @@ MOST_HOOKS = 16
 """Hooks that stand or fall together, in one savepoint."""
 LONGEST_HOOKS = 0.25
 """Seconds after which hooks that were thought to be quick are rolled back together, to run alone."""
-MOST_WAITING = 0.0015
-"""Seconds. Hooks that wait longer for the server, beside what they compute, do better side by side than in a row."""
+MOST_WAITING = 0.0003
+"""Seconds. Hooks that wait longer for the server, beside what they compute, do better side by side than in a row: a
+transaction of its own costs about as much of the processor."""
 LOCK_SECONDS = 0.05
 """So long hooks that share wait for a lock of somebody else's."""
 ALONE_SECONDS = 5.0
@@ -230,12 +231,22 @@ def _complete_hooked(owner: str, endings: Sequence[Ending]) -> None:
                 ending.reset()
             for kind in dict.fromkeys(ending.kind for ending in group):
                 leave_alone(kind, error)
+            if isinstance(error, _HookSets):
+                _alone_until[error.kind.name] = math.inf
             continue
         for ending in group:
             ending.done = ending.row is not None
         for kind in dict.fromkeys(ending.kind for ending in group):
             if connection.vendor != "sqlite" and _hook_waiting.get(kind.name, 0.0) > MOST_WAITING:
                 leave_alone(kind, TimeoutError("Its hook waits too long for the server."))
+
+
+class _HookSets(Exception):
+    """Others would meet what it has set, such as a tenant, a role or a limit: its kind ends alone for good."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__(f"{kind.name}.on_transition sets something for its transaction.")
+        self.kind = kind
 
 
 def _size_of_group(endings: Sequence[Ending]) -> int:
@@ -256,8 +267,12 @@ def _complete_group(owner: str, group: Sequence[Ending], connection: BaseDatabas
         if ending.row is None:
             continue
         registered = len(connection.run_on_commit)
+        settings = database.SettingsWatched()
         began, processor = time.monotonic(), time.thread_time()
-        (ending.context or Context()).run(_run_hooks, ending.kind, ending.row)
+        with connection.execute_wrapper(settings) if connection.vendor != "sqlite" else nullcontext():
+            (ending.context or Context()).run(_run_hooks, ending.kind, ending.row)
+        if settings.changed:
+            raise _HookSets(ending.kind)
         waiting = time.monotonic() - began - (time.thread_time() - processor)
         _note_waiting(ending.kind, waiting)
         registered_by_hook: Any = connection.run_on_commit[registered:]
@@ -290,7 +305,7 @@ def _is_gone(error: BaseException) -> bool:
 
 def leave_alone(kind: Kind, error: BaseException) -> None:
     """Let jobs of this kind end alone for a while: there a failure is told, counted and repeated as it should be."""
-    _alone_until[kind.name] = time.monotonic() + ALONE_SECONDS
+    _alone_until[kind.name] = max(_alone_until.get(kind.name, 0.0), time.monotonic() + ALONE_SECONDS)
     log("ends_alone", level=logging.DEBUG, kind=kind.name, problem=f"{type(error).__name__}: {error}"[:200])
 
 

@@ -438,7 +438,7 @@ class Worker:
         return len(self._ended) + len(self._hooked)
 
     def _take_ended(self) -> list[Task]:
-        return _taken(self._ended)
+        return _taken(self._ended, MOST_TOGETHER)
 
     def _put_back(self, tasks: list[Task]) -> None:
         """Before the others that wait for their end."""
@@ -457,11 +457,14 @@ class Worker:
         now = time.monotonic()
         is_stuck = bool(self._led) and now - self._led_since > LONGEST_UNBEGUN
         if self._completer.is_alive() and not is_stuck and now >= self._unled_until:
+            if not self._led:
+                # It may have looked in vain, while it rested after an error; nobody else tells it of these.
+                self._enough.set()
             return
         if is_stuck:
             for kind in {task.finished.ending.kind for task in self._led if task.finished is not None}:
                 lifecycle.leave_alone(kind, TimeoutError("Its ends with others take too long."))
-        while hooked := _taken(self._hooked):
+        while hooked := _taken(self._hooked, MOST_TOGETHER):
             self._go_on_with(hooked)
 
     def _complete(self, ended: list[Task], and_then: Callable[[], None] | None = None) -> None:
@@ -668,7 +671,7 @@ class Worker:
             if self._led_since < self._unled_until:
                 self._led = []
             elif self._hooked:
-                self._led = _taken(self._hooked)
+                self._led = _taken(self._hooked, 2 * lifecycle.MOST_HOOKS)
             else:
                 self._led = self._take_ended() if len(self._ended) >= MOST_TOGETHER else []
             return self._led
@@ -894,11 +897,11 @@ def _started(name: str, run: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def _taken(ended: deque[Task]) -> list[Task]:
-    """As many of them as one transaction takes, the oldest first."""
+def _taken(ended: deque[Task], most: int) -> list[Task]:
+    """So many of them, the oldest first."""
     taken: list[Task] = []
     with suppress(IndexError):
-        while len(taken) < MOST_TOGETHER:
+        while len(taken) < most:
             taken.append(ended.popleft())
     return taken
 

@@ -79,7 +79,7 @@ class Fast(Kind):
         if how == "nothing":
             return None
         if how == "wait":
-            GATE.wait(20)
+            GATE.wait(60)
         if how == "slow":
             time.sleep(0.03)
         return Done({"said": how} if how != "none" else None)
@@ -132,7 +132,7 @@ class Hooked(Fast):
                 Shipment.objects.create(id=shipment.id)
         if shipment.note == "waits":
             WAITING.set()
-            GATE.wait(20)
+            GATE.wait(60)
         if shipment.note == "leaves open":
             transaction.atomic().__enter__()
         return changed
@@ -410,11 +410,23 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     def slow(owner: str, endings: Any) -> None:
         if threading.current_thread().name.startswith("durable-jobs-ends") and not begun.is_set():
             begun.set()
-            GATE.wait(20)
+            GATE.wait(60)
         complete_many(owner, endings)
 
     monkeypatch.setattr(lifecycle, "complete_many", slow)
     return begun
+
+
+def start_until(condition: Callable[[], bool], jobs: list[Job], problem: str) -> None:
+    """Start more when none is left: while the thread for ends has no turn, the claiming thread completes."""
+    kind = kinds.get(jobs[0].kind)
+
+    def holds() -> bool:
+        if not Job.objects.filter(status="pending").exists():
+            jobs.append(start(kind=type(kind)))
+        return condition()
+
+    wait_until(holds, 20, problem)
 
 
 @pytest.mark.parametrize("kind", [Fast, Told, Mirrored, Hooked])
@@ -459,7 +471,7 @@ def test_a_worker_waits_for_what_the_thread_for_ends_completes(monkeypatch: pyte
     jobs = [start() for _ in range(30)]
     here = RunningHere(queues=["fast"], concurrency=2)
     with here as worker:
-        assert begun.wait(20)
+        start_until(begun.is_set, jobs, "the thread for ends has nothing to do")
         held = list(worker._led)
         assert held and not worker._is_idle()
         worker.stop()
@@ -480,7 +492,7 @@ def test_a_completion_that_hangs_holds_up_no_other(
     begun = held_up(monkeypatch)
     jobs = [start() for _ in range(40)]
     with RunningHere(queues=["fast"], concurrency=2) as worker:
-        assert begun.wait(20)
+        start_until(begun.is_set, jobs, "the thread for ends has nothing to do")
         held = {task.job.id for task in worker._led}
         others = [job for job in jobs if job.id not in held]
         wait_until(lambda: all(now(job).status == "completed" for job in others), 20, "they wait for it")
@@ -501,8 +513,8 @@ def test_the_thread_that_completes_goes_on_with_what_has_ended_meanwhile(
     begun = held_up(monkeypatch)
     jobs = [start(kind=kind) for _ in range(60)]
     with RunningHere(queues=["fast"], concurrency=2) as worker:
-        assert begun.wait(20)
-        wait_until(lambda: worker._unended() >= 12, 20, "nothing ends meanwhile")
+        start_until(lambda: begun.is_set() and worker._unended() >= 12, jobs, "nothing ends meanwhile")
+        jobs += [start(kind=kind) for _ in range(30)]
         time.sleep(0.5)
         assert sum(now(job).status == "pending" for job in jobs) > 20, "it claims without an end"
         before = len(by)
@@ -1408,3 +1420,52 @@ def test_a_wake_up_ends_one_wait_and_is_not_lost_before_it() -> None:
     wakeup.set()
     waiting.join(60)
     assert woken == [True] and not wakeup.is_set
+
+
+@pytest.mark.postgres_only
+def test_hooks_are_not_forgotten_where_the_claiming_thread_was_away_meanwhile(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread for ends failed, and by the time the claiming thread looks the rest from that is over."""
+    monkeypatch.setattr("durable_jobs.worker.LONGEST_UNBEGUN", 0.0)
+    complete_many, failed = lifecycle.complete_many, threading.Event()
+
+    def failing_once(owner: str, endings: Any) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise InterfaceError("the connection was cut")
+        complete_many(owner, endings)
+
+    monkeypatch.setattr(lifecycle, "complete_many", failing_once)
+    one = start(kind=Hooked)
+    with RunningHere(queues=["fast"], concurrency=2):
+        wait_until(lambda: ended(one), 20, "nobody completes it")
+    assert failed.is_set()
+
+
+@pytest.mark.postgres_only
+@pytest.mark.parametrize(
+    "sql", ["SET LOCAL app.tenant = 'first'", "SELECT set_config('app.tenant', 'first', true)"]
+)
+@pytest.mark.parametrize("most", [16, 1])
+def test_what_a_hook_sets_for_its_transaction_is_not_met_by_the_next(
+    most: int, sql: str, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the tenant of row-level security, a role, or another lock_timeout."""
+    monkeypatch.setattr(lifecycle, "MOST_HOOKS", most)
+    on_transition, found = Hooked.on_transition, list[Any]()
+
+    def setting(self: Hooked, job: Job) -> int:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT current_setting('app.tenant', true)")
+            found.append(cursor.fetchone()[0] or "")
+            if job.id == ends[0].job.id:
+                cursor.execute(sql)
+        return on_transition(self, job)
+
+    monkeypatch.setattr(Hooked, "on_transition", setting)
+    ends = [ending(Hooked, Share.HOOKED) for _ in range(3)]
+    complete_hooked(*ends)
+    assert set(found) == {""}
+    assert lifecycle.share_of(kinds.get(Hooked)) is Share.ALONE
+    assert lifecycle._alone_until[Hooked.name] == float("inf")
