@@ -7,7 +7,7 @@ import os
 import select
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Final
@@ -59,12 +59,11 @@ class FileWatch:
         while True:
             with suppress(OSError):
                 self._watch()
-            self.is_watching = False
             if self._is_asked_to_end(AGAIN_SECONDS):
                 return
 
     def _is_asked_to_end(self, seconds: float) -> bool:
-        return bool(select.select([self._ends], [], [], seconds)[0])
+        return bool(_readable([self._ends], seconds))
 
     def _watch(self) -> None:
         """Until the file is deleted, or the end."""
@@ -73,14 +72,23 @@ class FileWatch:
             _call("inotify_add_watch", descriptor, self._log, _MODIFIED | _GONE)
             self.is_watching = True
             while True:
-                ready = select.select([descriptor, self._ends], [], [])[0]
+                ready = _readable([descriptor, self._ends])
                 if self._ends in ready or _is_gone(os.read(descriptor, 65_536)):
                     return
                 self._told()
                 if self._is_asked_to_end(REST_SECONDS):
                     return
         finally:
+            self.is_watching = False
             os.close(descriptor)
+
+
+def _readable(descriptors: Sequence[int], seconds: float | None = None) -> set[int]:
+    """Those that can be read, as soon as one can; none after `seconds`. `select` would refuse numbers from 1,024."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {ready for ready, _ in poll.poll(None if seconds is None else seconds * 1000)}
 
 
 def _is_gone(events: bytes) -> bool:
