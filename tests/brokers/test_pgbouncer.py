@@ -126,9 +126,13 @@ def test_many_are_started_at_once(through: PgBouncer) -> None:
 def test_kills_and_cancels(through: PgBouncer, worker: Any) -> None:
     """Two of four workers die in the middle, some jobs are cancelled: every line once, nothing left over."""
     workers = [worker("--concurrency", "3", LISTEN=False) for _ in range(4)]
+    wait_until(lambda: WorkerProcess.objects.count() == 4, 60, workers[0].output)
     started = [service.start("brokers.ledger", 40).job for _ in range(16)]
-    wait_until(lambda: all(len(lines(job)) > 2 for job in started[:4]), 60, workers[0].output)
 
+    def writes(process: Process) -> bool:
+        return any(0 < writers(job).count(process.pid) < 30 for job in started[:12])
+
+    wait_until(lambda: all(writes(victim) for victim in workers[:2]), 60, workers[0].output)
     for victim in workers[:2]:
         victim.send(signal.SIGKILL)
         victim.wait()
