@@ -150,6 +150,7 @@ def test_kills_and_cancels(through: PgBouncer, worker: Any) -> None:
         assert epochs(job) == sorted(epochs(job))
     resumed = [job for job in started if len(set(writers(job))) > 1]
     assert resumed, "nobody went on with a dead worker's job"
+    wait_until(lambda: WorkerProcess.objects.filter(pid=workers[4].pid).exists(), 60, "not begun")
     for process in workers[2:]:
         process.terminate()
     assert [process.wait() for process in workers[2:]] == [0, 0, 0]
