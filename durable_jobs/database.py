@@ -676,10 +676,7 @@ def is_direct(connection: BaseDatabaseWrapper) -> bool:
         and connection.connection is not None
         and not connection.needs_rollback
         and not connection.queries_logged
-        and (
-            not connection.execute_wrappers
-            or all(getattr(wrapper, DIRECT, False) for wrapper in connection.execute_wrappers)
-        )
+        and all(getattr(wrapper, DIRECT, False) for wrapper in connection.execute_wrappers)
     )
 
 

@@ -231,8 +231,6 @@ def _complete_hooked(owner: str, endings: Sequence[Ending]) -> None:
                 ending.reset()
             for kind in dict.fromkeys(ending.kind for ending in group):
                 leave_alone(kind, error)
-            if isinstance(error, _HookSets):
-                _alone_until[error.kind.name] = math.inf
             continue
         for ending in group:
             ending.done = ending.row is not None
@@ -305,7 +303,9 @@ def _is_gone(error: BaseException) -> bool:
 
 def leave_alone(kind: Kind, error: BaseException) -> None:
     """Let jobs of this kind end alone for a while: there a failure is told, counted and repeated as it should be."""
-    _alone_until[kind.name] = max(_alone_until.get(kind.name, 0.0), time.monotonic() + ALONE_SECONDS)
+    is_for_good = isinstance(error, _HookSets) and error.kind is kind
+    until = math.inf if is_for_good else time.monotonic() + ALONE_SECONDS
+    _alone_until[kind.name] = max(_alone_until.get(kind.name, 0.0), until)
     log("ends_alone", level=logging.DEBUG, kind=kind.name, problem=f"{type(error).__name__}: {error}"[:200])
 
 

@@ -713,9 +713,9 @@ class Claimer:
         since = time.monotonic() - self._stirred_at
         if since < COMMIT_SECONDS:
             return min(COMMIT_LOOK_SECONDS, config.SQLITE_POLL)
-        return (
-            config.SQLITE_POLL if since < STIRRED_SECONDS else max(UNSTIRRED_LOOK_SECONDS, config.SQLITE_POLL)
-        )
+        if since < STIRRED_SECONDS:
+            return config.SQLITE_POLL
+        return max(UNSTIRRED_LOOK_SECONDS, config.SQLITE_POLL)
 
     def watch_file(self) -> None:
         """Be told of writes to a SQLite file from now on, where the system can tell."""
