@@ -35,6 +35,7 @@ from tests.models import Shipment
 from tests.postgres import wait_until
 from tests.processes import Process, Processes
 from tests.slices import change
+from tests.store.rows import execute
 from tests.test_worker import RunningHere
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -820,7 +821,7 @@ def test_hooks_that_share_give_way_in_a_circle_of_waiting(
     def closing(self: Hooked, job: Job) -> int:
         if job.id == ends[1].job.id:
             second_connection.begin(wanted.update, note="its own")
-            wait_until(lambda: is_waiting_for_a_row(), 20, "it does not wait")
+            wait_until(is_waiting_for_a_row, 20, "it does not wait")
         return on_transition(self, job)
 
     monkeypatch.setattr(Hooked, "on_transition", closing)
@@ -833,15 +834,9 @@ def test_hooks_that_share_give_way_in_a_circle_of_waiting(
     ]  # fmt: skip
 
 
-def execute(sql: str) -> None:
-    with connection.cursor() as cursor:
-        cursor.execute(sql)
-
-
 def is_waiting_for_a_row() -> bool:
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'")
-        return cursor.fetchone()[0] > 0
+    waiting = execute("SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'")
+    return bool(waiting[0][0])
 
 
 @pytest.mark.postgres_only
